@@ -1,0 +1,238 @@
+"""The run config: one flat, typed source of truth for flags, TOML files and run folders.
+
+A setting has one name everywhere: the flag `--max_lr` (or `--max-lr`), the TOML key `max_lr`, the
+attribute `config.max_lr`. Values resolve as defaults < preset < arm < file < flag, and the whole
+result is written to `config.toml` in the run folder.
+"""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from oelm.arms import ARMS
+from oelm.errors import UserError, nearest
+
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Positive = Annotated[int, Field(gt=0, le=10**9)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ArmFields(_Fields):
+    """Arm"""
+
+    model_type: str = "baseline"
+    """Arm: sets `frames` and `freeze` (see `oelm inspect --arms`)."""
+    frames: Literal["normal", "matched", "orthogonal", "global"] = "normal"
+    """How Q/K start: N(0, 0.02), N(0, 1/d_model), orthonormal rows per head, or one orthogonal matrix."""
+    freeze: Literal["none", "qk"] = "none"
+    """What is frozen at its start value for the whole run."""
+
+
+class ModelFields(ArmFields):
+    """Model"""
+
+    preset: str = "medium-512"
+    """Size: sets the model's shape and matching training defaults (medium-512, pocket, tiny)."""
+    vocab_size: Annotated[int, Field(gt=0, le=2**31)] = 50_257
+    """Tokens in the vocabulary; taken from the prepared data unless set."""
+    d_model: Annotated[int, Field(gt=0, le=65_536)] = 512
+    """Width of the residual stream."""
+    num_layers: Annotated[int, Field(gt=0, le=1_000)] = 6
+    """Transformer blocks."""
+    num_heads: Annotated[int, Field(gt=0, le=4_096)] = 8
+    """Attention heads; must divide d_model."""
+    d_ff: Annotated[int, Field(gt=0, le=1_048_576)] = 2048
+    """Width of the feed-forward layer."""
+    seq_len: Annotated[int, Field(gt=0, le=1_048_576)] = 512
+    """Tokens in a window."""
+    dropout: Fraction = 0.1
+    """Dropout on embeddings, attention weights and residual branches."""
+
+
+class DataFields(_Fields):
+    """Data"""
+
+    dataset: str = "tinystories"
+    """Prepared data set: the folder of that name in data/ (or $OELM_DATA)."""
+    data_path: str = ""
+    """Folder with train.bin, val.bin, test.bin; overrides the place that `dataset` implies."""
+
+
+class OptimFields(_Fields):
+    """Optimisation"""
+
+    max_steps: Positive = 100_000
+    """Optimizer steps in the whole run."""
+    batch_size: Annotated[int, Field(gt=0, le=1_000_000)] = 8
+    """Windows per step in each process (as published: two processes double the step)."""
+    micro_batch: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Windows per forward pass; the rest of the batch is accumulated. 0: the whole batch at once."""
+    max_lr: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 3e-4
+    """Peak learning rate."""
+    min_lr: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    """Learning rate at the end of the schedule."""
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """After the warm-up: cosine to min_lr, constant, or constant with a linear decay in the last fifth."""
+    warmup_steps: Count = 1_000
+    """Steps of linear warm-up."""
+    beta1: Fraction = 0.9
+    """AdamW: decay of the gradient average."""
+    beta2: Fraction = 0.999
+    """AdamW: decay of the squared gradient average."""
+    weight_decay: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.01
+    """AdamW: decoupled decay of matrices and embeddings (not of biases and norms)."""
+    grad_clip: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 1.0
+    """Largest gradient norm; 0: no clipping."""
+
+
+class RunFields(_Fields):
+    """Run"""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
+    """Seed of the initial weights, the batch order and dropout."""
+    out_dir: str = ""
+    """Run folder; default: outputs/<dataset>_<arm>_seed<seed>."""
+    val_interval: Positive = 1_000
+    """Steps between validations (on the whole split); the state is saved with each."""
+    save_interval: Positive = 5_000
+    """Steps between checkpoints that are kept."""
+    keep_saves: Count = 0
+    """How many of these to keep, newest first; 0: all."""
+    log_interval: Positive = 100
+    """Steps between lines in training.log (more often in short runs)."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where to compute."""
+    threads: Annotated[int, Field(ge=0, le=4_096)] = 0
+    """CPU threads; 0: all cores, shared by the processes."""
+    use_amp: bool = True
+    """Mixed precision on a GPU: bfloat16 where it has it, else float16 with loss scaling."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Background threads that read batches ahead; 0: read in the loop."""
+    processes: Annotated[int, Field(gt=0, le=100_000)] = 1
+    """Processes that share a step; set by torchrun."""
+
+
+class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
+    """Everything that decides what a run computes, checked."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.d_model % self.num_heads:
+            divisors = [n for n in range(1, 129) if self.d_model % n == 0]
+            near = min(divisors, key=lambda n: abs(n - self.num_heads))
+            raise ValueError(f"num_heads {self.num_heads} does not divide d_model {self.d_model}: try {near}")
+        if self.min_lr > self.max_lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above max_lr {self.max_lr:g}: swap or lower it")
+        if self.micro_batch and self.batch_size % self.micro_batch:
+            raise ValueError(f"micro_batch {self.micro_batch} does not divide batch_size {self.batch_size}")
+        return self
+
+    @property
+    def d_head(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def windows_per_step(self) -> int:
+        return self.batch_size * self.processes
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.windows_per_step * self.seq_len
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out_dir or f"outputs/{self.dataset}_{self.model_type}_seed{self.seed}")
+
+    def replace(self, **values: Any) -> "RunConfig":
+        return build({**self.model_dump(), **values})
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump())
+
+
+GROUPS: tuple[type[_Fields], ...] = (ArmFields, ModelFields, DataFields, OptimFields, RunFields)
+ARM_KEYS = ("frames", "freeze")
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "medium-512": {},
+    "pocket": dict(
+        vocab_size=1024, d_model=128, num_layers=4, num_heads=4, d_ff=512, seq_len=128, dropout=0.0,
+        batch_size=16, max_lr=4e-3, max_steps=2_000, warmup_steps=100, val_interval=250, save_interval=1_000,
+    ),
+    "tiny": dict(
+        vocab_size=257, d_model=32, num_layers=2, num_heads=2, d_ff=64, seq_len=32, dropout=0.0,
+        batch_size=4, max_lr=4e-3, max_steps=100, warmup_steps=10, val_interval=50, save_interval=100,
+    ),
+}  # fmt: skip
+
+# What may change between the parts of an interrupted run without changing what it computes.
+OPERATIONAL = frozenset(
+    {"out_dir", "data_path", "save_interval", "keep_saves", "log_interval", "num_workers", "device",
+     "threads", "compile", "use_amp"}
+)  # fmt: skip
+
+
+def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> RunConfig:
+    """Defaults < preset < arm < file < flags, as one checked config.
+
+    Where a flag picks another arm or preset than the file, what the file's own arm or preset had
+    brought along is dropped: `oelm train old/config.toml --model_type oelm_v2` is a whole oelm_v2.
+    """
+    file = dict(file or {})
+    for key in (*file, *flags):
+        if key not in RunConfig.model_fields:
+            raise UserError(f"unknown setting {key}: {nearest(key, RunConfig.model_fields)}")
+    preset = str(flags.get("preset", file.get("preset", "medium-512")))
+    arm = str(flags.get("model_type", file.get("model_type", "baseline")))
+    if preset not in PRESETS:
+        raise UserError(f"unknown preset {preset}: {nearest(preset, PRESETS)}")
+    if arm not in ARMS:
+        raise UserError(f"unknown arm {arm} (--model_type): {nearest(arm, ARMS)}")
+    if file.get("model_type", arm) != arm:
+        file = {key: value for key, value in file.items() if key not in ARM_KEYS}
+    if file.get("preset", preset) != preset:
+        file = {key: value for key, value in file.items() if key not in PRESETS["pocket"]}
+    return build({**PRESETS[preset], **ARMS[arm].fields(), **file, **flags})
+
+
+def build(values: Mapping[str, Any]) -> RunConfig:
+    """Check `values`; the first thing wrong becomes the message."""
+    try:
+        return RunConfig(**values)
+    except ValidationError as error:
+        raise UserError(_explain(error)) from None
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """The flat table of settings in a TOML file."""
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise UserError(f"no such config file: {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read config file {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not problem["loc"]:
+        return message
+    field = str(problem["loc"][0])
+    value = problem["input"]
+    shown = f"{value:g}" if isinstance(value, float) and math.isfinite(value) else repr(value)[:60]
+    return f"{field} {shown}: must be {message}"

@@ -1,0 +1,325 @@
+"""From text to token files: split by document, tokenise in parallel, write atomically.
+
+    data/<name>/  train.bin  val.bin  test.bin  meta.json  [tokenizer.json]
+
+Memory stays bounded whatever the corpus: workers read pieces of a few MiB and hand back token bytes,
+which are appended in order.
+"""
+
+import hashlib
+import multiprocessing
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oelm.data.sources import CORPORA, Piece, SourceFile, cut, documents, find_files, hash_text
+from oelm.data.tokenizer import TOKENIZER_FILE, Tokenizer, check_spec, load_tokenizer, train_bpe
+from oelm.data.tokens import META_FILE, SPLITS, data_root, read_meta
+from oelm.errors import UserError
+from oelm.files import disk_errors, fsync_file, fsync_folder, lock_file, write_atomic, write_json
+
+BPE_SAMPLE_BYTES = 48 << 20
+HELD_OUT_BYTES = 4 << 20
+OUR_FILES = {*(f"{split}.bin" for split in SPLITS), META_FILE, TOKENIZER_FILE}
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, bytes done, bytes in all."""
+
+
+@dataclass
+class Rules:
+    """Which split a document belongs to. Pure in the document's content, so copies stay together."""
+
+    given: dict[str, np.ndarray] = field(default_factory=dict)
+    """Sorted content hashes of the documents in given val and test files."""
+    drawn: dict[str, float] = field(default_factory=dict)
+    """Share of the training documents to draw for the splits that were not given."""
+
+    def split_of(self, source_split: str, content: int) -> str | None:
+        """None: the document already stands in another split and is dropped here."""
+        if source_split == "val":
+            return "val"
+        if self._stands_in("val", content):
+            return None
+        if source_split == "test":
+            return "test"
+        if self._stands_in("test", content):
+            return None
+        place, edge = content / 2**64, 0.0
+        for split, share in self.drawn.items():
+            edge += share
+            if place < edge:
+                return split
+        return "train"
+
+    def _stands_in(self, split: str, content: int) -> bool:
+        hashes = self.given.get(split)
+        if hashes is None or not len(hashes):
+            return False
+        at = np.searchsorted(hashes, np.uint64(content))
+        return bool(at < len(hashes) and hashes[at] == np.uint64(content))
+
+
+@dataclass
+class SplitPart:
+    tokens: bytes = b""
+    documents: int = 0
+    text_bytes: int = 0
+
+
+@dataclass
+class PieceResult:
+    parts: dict[str, SplitPart]
+    dropped: int
+    empty: int
+    digest: bytes
+
+
+def prepare(
+    name: str,
+    given: list[Path],
+    tokenizer: str | None,
+    out: Path | None,
+    workers: int = 0,
+    force: bool = False,
+    progress: Progress = lambda doing, done, total: None,
+) -> dict[str, Any]:
+    """Write the token files of corpus `name` and return their meta data."""
+    spec = tokenizer or (CORPORA[name].tokenizer if name in CORPORA else "gpt2")
+    check_spec(spec)
+    if not name or "/" in name or name.startswith("."):
+        raise UserError(f"data set name {name!r}: use letters, digits, - and _")
+    out = out or data_root() / name
+    _refuse_to_replace(out, spec, force)
+    advice = "free some space or choose another place with --out; nothing was changed"
+    with disk_errors(f"preparing {name}", advice), ExitStack() as stack:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = out.parent / f".{out.name}.preparing"
+        stack.enter_context(lock_file(out.parent / f".{out.name}.lock", f"another prepare is writing {out}"))
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        stack.callback(shutil.rmtree, work, ignore_errors=True)
+        files = find_files(name, given, work / "download")
+        meta = _write_tokens(name, files, spec, work, workers or os.cpu_count() or 1, progress)
+        shutil.rmtree(work / "download", ignore_errors=True)
+        _put_in_place(work, out)
+    return meta
+
+
+def _write_tokens(
+    name: str, files: list[SourceFile], spec: str, work: Path, workers: int, progress: Progress
+) -> dict[str, Any]:
+    pieces = [piece for file in files for piece in cut(file)]
+    sizes = {split: sum(f.path.stat().st_size for f in files if f.split == split) for split in SPLITS}
+    rules = Rules(drawn=_shares(sizes))
+    for split in ("val", "test"):
+        given = [piece for piece in pieces if piece.file.split == split]
+        if given:
+            rules.given[split] = _content_hashes(given)
+    encoder = _tokenizer(spec, pieces, rules, work, progress)
+    dtype = np.uint16 if encoder.vocab_size <= 65_536 else np.uint32
+
+    counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in SPLITS}
+    dropped, empty, done, source = 0, 0, 0, hashlib.sha256()
+    total = sum(sizes.values())
+    with ExitStack() as stack:
+        outputs = {split: stack.enter_context(open(work / f"{split}.bin", "wb")) for split in SPLITS}
+        setting = (spec, work, rules, dtype)
+        for piece, result in _in_order(pieces, workers, setting):
+            for split, part in result.parts.items():
+                outputs[split].write(part.tokens)
+                counts[split]["documents"] += part.documents
+                counts[split]["tokens"] += len(part.tokens) // np.dtype(dtype).itemsize
+                counts[split]["bytes"] += part.text_bytes
+            dropped += result.dropped
+            empty += result.empty
+            source.update(f"{piece.file.path.name}:{piece.file.split}\n".encode() + result.digest)
+            done += _piece_bytes(piece)
+            progress("tokenising", done, total)
+    for split in SPLITS:
+        if not counts[split]["tokens"]:
+            found = sum(c["documents"] for c in counts.values())
+            raise UserError(
+                f"the {split} split of {name} is empty: {found} documents are too few to draw it from; "
+                f"give more text, or a file with {split} in its name"
+            )
+        fsync_file(work / f"{split}.bin")
+    meta = {
+        "name": name,
+        "tokenizer": encoder.name,
+        "tokenizer_hash": encoder.hash,
+        "vocab_size": encoder.vocab_size,
+        "end_of_text": encoder.end_of_text,
+        "dtype": np.dtype(dtype).name,
+        "splits": counts,
+        "dropped_from_train_or_test": dropped,
+        "empty_documents": empty,
+        "files": {split: sorted({f.path.name for f in files if f.split == split})[:20] for split in SPLITS},
+        "source_hash": source.hexdigest(),
+    }
+    write_json(work / META_FILE, meta)
+    return meta
+
+
+def _shares(sizes: dict[str, int]) -> dict[str, float]:
+    """Draw about 4 MiB for each split that has no file of its own, but 0.5 % to 5 % of the text."""
+    share = min(0.05, max(0.005, HELD_OUT_BYTES / max(1, sizes["train"])))
+    return {split: share for split in ("test", "val") if not sizes[split]}
+
+
+def _content_hashes(pieces: list[Piece]) -> np.ndarray:
+    hashes = (hash_text(text) for piece in pieces for text in documents(piece) if text)
+    return np.unique(np.fromiter(hashes, dtype=np.uint64))
+
+
+def _tokenizer(spec: str, pieces: list[Piece], rules: Rules, work: Path, progress: Progress) -> Tokenizer:
+    if not spec.startswith("bpe:"):
+        return load_tokenizer(spec, work)
+    total = min(BPE_SAMPLE_BYTES, sum(_piece_bytes(piece) for piece in pieces))
+    encoder = train_bpe(_training_texts(pieces, rules, total, progress), int(spec.partition(":")[2]))
+    write_atomic(work / TOKENIZER_FILE, encoder.serialised)
+    return load_tokenizer(spec, work)
+
+
+def _training_texts(pieces: list[Piece], rules: Rules, total: int, progress: Progress) -> Iterator[str]:
+    """Documents of the train split alone, from pieces spread evenly over the corpus."""
+    budget = sum(_piece_bytes(piece) for piece in pieces)
+    stride = max(1, round(budget / total))
+    seen = 0
+    for piece in pieces[::stride]:
+        for text in documents(piece):
+            if text and rules.split_of(piece.file.split, hash_text(text)) == "train":
+                seen += len(text)
+                progress("training the tokenizer on", min(seen, total), total)
+                yield text
+        if seen >= BPE_SAMPLE_BYTES:
+            return
+
+
+def _piece_bytes(piece: Piece) -> int:
+    if piece.file.format != "parquet":
+        return piece.stop - piece.start
+    return piece.file.path.stat().st_size // max(1, len(cut(piece.file)))
+
+
+def _in_order(
+    pieces: list[Piece], workers: int, setting: tuple[str, Path, Rules, type]
+) -> Iterator[tuple[Piece, PieceResult]]:
+    """Encode pieces in parallel; results come in the order of the pieces, few of them in memory at once."""
+    batches = _batches(pieces)
+    workers = min(workers, len(batches))
+    if workers <= 1:
+        _start_worker(*setting)
+        for piece in pieces:
+            yield piece, _encode_piece(piece)
+        return
+    waiting: deque[tuple[list[Piece], Future[list[PieceResult]]]] = deque()
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=setting)
+    try:
+        for batch in batches:
+            waiting.append((batch, pool.submit(_encode_batch, batch)))
+            while len(waiting) > 3 * workers:
+                yield from _next(waiting)
+        while waiting:
+            yield from _next(waiting)
+    except BrokenProcessPool:
+        raise UserError("a tokenising process was killed, perhaps for lack of memory: try --workers 1") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _next(waiting: deque[tuple[list[Piece], Future[list[PieceResult]]]]) -> Iterator[tuple[Piece, PieceResult]]:
+    batch, future = waiting.popleft()
+    yield from zip(batch, future.result(), strict=True)
+
+
+def _batches(pieces: list[Piece], size: int = 1 << 20) -> list[list[Piece]]:
+    """Group small pieces, such as source files, so that handing them out costs nothing."""
+    batches: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if room <= 0:
+            batches.append([])
+            room = size
+        batches[-1].append(piece)
+        room -= _piece_bytes(piece)
+    return batches
+
+
+_worker: tuple[Tokenizer, Rules, type]
+
+
+def _start_worker(spec: str, folder: Path, rules: Rules, dtype: type) -> None:
+    global _worker
+    _worker = (load_tokenizer(spec, folder), rules, dtype)
+
+
+def _encode_batch(batch: list[Piece]) -> list[PieceResult]:
+    return [_encode_piece(piece) for piece in batch]
+
+
+def _encode_piece(piece: Piece) -> PieceResult:
+    tokenizer, rules, dtype = _worker
+    ids: dict[str, list[np.ndarray]] = {}
+    parts: dict[str, SplitPart] = {}
+    dropped = empty = 0
+    digest = hashlib.sha256()
+    for text in documents(piece):
+        if not text:
+            empty += 1
+            continue
+        raw = text.encode()
+        digest.update(raw)
+        split = rules.split_of(piece.file.split, hash_text(text))
+        if split is None:
+            dropped += 1
+            continue
+        tokens = tokenizer.encode(text)
+        tokens.append(tokenizer.end_of_text)
+        ids.setdefault(split, []).append(np.array(tokens, dtype=dtype))
+        part = parts.setdefault(split, SplitPart())
+        part.documents += 1
+        part.text_bytes += len(raw)
+    for split, arrays in ids.items():
+        parts[split].tokens = np.concatenate(arrays).tobytes()
+    return PieceResult(parts, dropped, empty, digest.digest())
+
+
+def _refuse_to_replace(out: Path, spec: str, force: bool) -> None:
+    """Never delete what is not ours, nor token files of another tokenizer without being told to."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"{out} is a file: choose another place with --out")
+    foreign = sorted(p.name for p in out.iterdir() if p.name not in OUR_FILES)
+    if foreign:
+        raise UserError(f"{out} holds other files ({foreign[0]}): choose an empty or new folder with --out")
+    meta = read_meta(out)
+    if not force and meta and meta["tokenizer"] != spec:
+        raise UserError(
+            f"{out} holds {meta['tokenizer']} tokens: write these beside it with "
+            f"--out {out}-{spec.replace(':', '')}, or replace it with --force"
+        )
+    if not force and meta is None and any(out.iterdir()):
+        raise UserError(f"{out} holds token files without {META_FILE}: choose another --out, or replace with --force")
+
+
+def _put_in_place(work: Path, out: Path) -> None:
+    old = out.parent / f".{out.name}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    fsync_folder(work)
+    if out.exists():
+        out.rename(old)
+    work.rename(out)
+    fsync_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,72 @@
+"""What `oelm prepare` shows: a bar with rate and time left on a terminal, now and then a line elsewhere."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from oelm.data.prepare import Progress as ProgressCall
+from oelm.data.tokens import SPLITS, data_root
+
+SECONDS_BETWEEN_LINES = 10
+
+
+@contextmanager
+def progress_bar(quiet: bool = False) -> Iterator[ProgressCall]:
+    console = Console(stderr=True)
+    if quiet or not sys.stderr.isatty():
+        yield _lines(quiet)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(None), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(doing: str, done: int, total: int) -> None:
+            if doing not in tasks:
+                tasks[doing] = bar.add_task(doing, total=total)
+            bar.update(tasks[doing], completed=done)
+
+        yield show
+
+
+def _lines(quiet: bool) -> ProgressCall:
+    begin = last = time.monotonic()
+
+    def show(doing: str, done: int, total: int) -> None:
+        nonlocal last
+        if quiet or time.monotonic() - last < SECONDS_BETWEEN_LINES:
+            return
+        last = time.monotonic()
+        rate = done / (last - begin) / 1e6
+        print(f"{doing}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {rate:,.1f} MB/s", file=sys.stderr, flush=True)
+
+    return show
+
+
+def show_meta(meta: dict[str, Any], out: Path | None) -> None:
+    table = Table(title=None, box=None, header_style="bold", pad_edge=False)
+    table.add_column("split")
+    for heading in ("documents", "tokens", "bytes"):
+        table.add_column(heading, justify="right")
+    for split in SPLITS:
+        table.add_row(split, *(f"{meta['splits'][split][key]:,}" for key in ("documents", "tokens", "bytes")))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        f"{meta['tokenizer']} ({meta['vocab_size']:,} tokens, {meta['dtype']}) in {out or data_root() / meta['name']}"
+    )
+    if meta["dropped_from_train_or_test"]:
+        console.print(f"{meta['dropped_from_train_or_test']:,} documents stood in another split too and were dropped")

@@ -1,0 +1,309 @@
+"""Where documents come from: named corpora, and files of text, WikiText, JSONL or Parquet.
+
+A corpus is cut into pieces, byte ranges of a file, that workers read on their own; a document belongs
+to the piece in which it starts, so the pieces in order give every document once and in order.
+"""
+
+import hashlib
+import json
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from oelm.data.tokenizer import END_OF_TEXT
+from oelm.errors import UserError, nearest
+
+PIECE_BYTES = 4 << 20
+MAX_DOCUMENT_BYTES = 64 << 20
+PLAIN_BLOCK_BYTES = 16 << 10
+LOOK_AHEAD = 1 << 20
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus known by name."""
+
+    about: str
+    hub: tuple[str, str | None] | None = None
+    """Data set and configuration on the Hugging Face hub."""
+    lines: bool = False
+    """The hub's rows are lines of one long text, not documents."""
+    tokenizer: str = "gpt2"
+    """Default tokenizer."""
+
+
+CORPORA: dict[str, Corpus] = {
+    "tinystories": Corpus("short synthetic stories", ("roneneldan/TinyStories", None)),
+    "openwebtext": Corpus("web pages linked from Reddit", ("Skylion007/openwebtext", None)),
+    "wikitext103": Corpus("Wikipedia articles", ("Salesforce/wikitext", "wikitext-103-raw-v1"), lines=True),
+    "wikitext2": Corpus("Wikipedia, the small set", ("Salesforce/wikitext", "wikitext-2-raw-v1"), lines=True),
+    "python-stdlib": Corpus("the running Python's standard library", tokenizer="bpe:1024"),
+}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    path: Path
+    split: str
+    """train, val or test, from the file's name; a corpus without val or test has them drawn from train."""
+    format: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    file: SourceFile
+    start: int
+    stop: int
+    """Bytes; for Parquet, row groups."""
+
+
+def find_files(name: str, given: list[Path], cache: Path) -> list[SourceFile]:
+    """The files of corpus `name`: the given ones, the standard library, or a download from the hub."""
+    if given:
+        return _local_files(given)
+    if name == "python-stdlib":
+        return _stdlib_files()
+    if name not in CORPORA:
+        raise UserError(f"unknown data set {name}: {nearest(name, CORPORA)}; for your own text add --from PATH")
+    return _download(name, CORPORA[name], cache)
+
+
+def cut(file: SourceFile) -> list[Piece]:
+    """Pieces of a file, small enough to hold in memory."""
+    if file.format == "parquet":
+        return [Piece(file, group, group + 1) for group in range(_open_parquet(file.path).num_row_groups)]
+    if file.format == "file":
+        return [Piece(file, 0, file.path.stat().st_size)]
+    size = file.path.stat().st_size
+    return [Piece(file, start, min(start + PIECE_BYTES, size)) for start in range(0, size, PIECE_BYTES)]
+
+
+def documents(piece: Piece) -> Iterator[str]:
+    """The documents that start in `piece`, stripped of surrounding white space; empty ones included."""
+    file = piece.file
+    if file.format == "parquet":
+        yield from _parquet_documents(piece)
+        return
+    if file.format == "file":
+        raw = file.path.read_bytes()
+        if len(raw) > MAX_DOCUMENT_BYTES:
+            raise UserError(f"{file.path} is one document of over {MAX_DOCUMENT_BYTES >> 20} MiB: split it")
+        yield _decode(raw, file.path, 0)
+        return
+    for start, raw in _spans(piece, BOUNDARIES[file.format]):
+        if file.format == "jsonl":
+            if raw.strip():
+                yield _json_text(raw, file.path, start)
+        else:
+            yield _decode(raw, file.path, start)
+
+
+# A boundary's match ends where a document starts; the document before it stops where the match starts.
+BOUNDARIES: dict[str, re.Pattern[bytes]] = {
+    "marked": re.compile(re.escape(END_OF_TEXT.encode())),
+    "wikitext": re.compile(rb"(?<=\n)(?= = [^=\n][^\n]* = ?\r?\n[ \r]*\n)"),
+    "jsonl": re.compile(rb"\n"),
+    "plain": re.compile(rb"(?:(?<=\n\n)|(?<=\n\r\n)|(?<=\n \n))(?=\S)"),
+}
+_LONGEST_BOUNDARY = 16
+
+
+def _spans(piece: Piece, boundary: re.Pattern[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of each document that starts in the piece."""
+    path, plain = piece.file.path, piece.file.format == "plain"
+    base = max(0, piece.start - _LONGEST_BOUNDARY)
+    with open(path, "rb") as file:
+        file.seek(base)
+        # Look ahead a little: a boundary may be recognised only by the line after it.
+        buffer = file.read(piece.stop - base + 4096)
+        stop = piece.stop - base
+        cuts = [(0, 0)] if piece.start == 0 else []
+        cuts += [m.span() for m in boundary.finditer(buffer) if piece.start - base <= m.end() < stop and m.end() > 0]
+        if not cuts:
+            return
+        search_from = max(stop - _LONGEST_BOUNDARY, cuts[-1][1])
+        while (end := _first_at(boundary, buffer, search_from, stop)) is None:
+            more = file.read(LOOK_AHEAD)
+            if not more:
+                end = len(buffer)
+                break
+            search_from = max(search_from, len(buffer) - 4096)
+            buffer += more
+            if len(buffer) - cuts[-1][1] > MAX_DOCUMENT_BYTES:
+                where = base + cuts[-1][1]
+                raise UserError(f"{path}: the document at byte {where} is over {MAX_DOCUMENT_BYTES >> 20} MiB")
+    starts = [start for _, start in cuts]
+    stops = [stop for stop, _ in cuts[1:]] + [end]
+    block_start = None
+    for start, stop in zip(starts, stops, strict=True):
+        if plain:  # paragraphs, joined to blocks of a useful size
+            block_start = start if block_start is None else block_start
+            if stop - block_start < PLAIN_BLOCK_BYTES and stop != end:
+                continue
+            start, block_start = block_start, None
+        yield base + start, buffer[start:stop]
+
+
+def _first_at(boundary: re.Pattern[bytes], buffer: bytes, search_from: int, stop: int) -> int | None:
+    """Where the first document that starts at or after `stop` cuts off the one before it."""
+    for match in boundary.finditer(buffer, search_from):
+        if match.end() >= stop and match.end() < len(buffer):
+            return match.start()
+    return None
+
+
+def _decode(raw: bytes, path: Path, offset: int) -> str:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: byte {offset + error.start} is not valid UTF-8: convert the file "
+            "(for example: iconv -t utf-8) or leave it out"
+        ) from None
+    return text.removeprefix("\ufeff").strip()
+
+
+def _json_text(raw: bytes, path: Path, offset: int) -> str:
+    try:
+        text = json.loads(raw)["text"]
+        if not isinstance(text, str):
+            raise TypeError
+        text.encode()  # lone surrogates are valid JSON and no text
+    except (ValueError, KeyError, TypeError):
+        with open(path, "rb") as file:
+            line = file.read(offset).count(b"\n") + 1
+        raise UserError(f'{path}, line {line}: expected an object {{"text": "…"}} in UTF-8') from None
+    return text.strip()
+
+
+def _open_parquet(path: Path):  # type: ignore[no-untyped-def]  # pyarrow is an extra
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(f"reading {path.name} needs pyarrow: pip install 'oelm[hf]'") from None
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:
+        raise UserError(f"{path} is not a readable Parquet file: {error}") from None
+    if "text" not in file.schema_arrow.names:
+        raise UserError(f"{path} has no column text, only: {', '.join(file.schema_arrow.names)}")
+    return file
+
+
+def _parquet_documents(piece: Piece) -> Iterator[str]:
+    for batch in _open_parquet(piece.file.path).iter_batches(
+        batch_size=1024, row_groups=list(range(piece.start, piece.stop)), columns=["text"]
+    ):
+        for text in batch.column(0).to_pylist():
+            yield (text or "").strip()
+
+
+_SPLIT_WORDS = {"train": "train", "valid": "val", "validation": "val", "val": "val", "dev": "val", "test": "test"}
+_FORMATS = {".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",
+            ".parquet": "parquet"}  # fmt: skip
+_WHOLE_FILES = {".py", ".md", ".rst", ".c", ".h", ".tex"}
+
+
+def _local_files(given: list[Path]) -> list[SourceFile]:
+    paths: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            known = {*_FORMATS, *_WHOLE_FILES}
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in known)
+            if not inside:
+                raise UserError(f"no text in folder {path}: expected files ending in {' '.join(sorted(known))}")
+            paths += inside
+        elif path.is_file():
+            paths.append(path)
+        else:
+            raise UserError(f"no such file or folder: {path}")
+    sources = []
+    for path in paths:
+        if path.stat().st_size == 0:
+            raise UserError(f"{path} is empty")
+        sources.append(SourceFile(path, _split_of(path), _format_of(path)))
+    if not any(source.split == "train" for source in sources):
+        names = ", ".join(path.name for path in paths[:5])
+        raise UserError(f"no training text: {names} are all named as validation or test files")
+    return sources
+
+
+def _split_of(path: Path) -> str:
+    """From a word in the file's or its folder's name: tinystories_valid.txt is validation."""
+    for name in (path.stem, path.parent.name):
+        for word in re.split(r"[^a-z]+", name.lower()):
+            if word in _SPLIT_WORDS:
+                return _SPLIT_WORDS[word]
+    return "train"
+
+
+def _format_of(path: Path) -> str:
+    suffix = path.suffix.lower()
+    if suffix in _WHOLE_FILES:
+        return "file"
+    known = _FORMATS.get(suffix, "text")
+    if known != "text":
+        return known
+    with open(path, "rb") as file:
+        head = file.read(LOOK_AHEAD)
+    for kind in ("marked", "wikitext"):
+        if BOUNDARIES[kind].search(b"\n" + head):
+            return kind
+    return "plain"
+
+
+def _stdlib_files() -> list[SourceFile]:
+    """Modules of the standard library, without its tests and bundled third-party code."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "_vendor"}
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        if skipped & set(path.relative_to(root).parts) or not path.stat().st_size:
+            continue
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        files.append(SourceFile(path, "train", "file"))
+    if not files:
+        raise UserError(f"the standard library's source is not in {root}: use --from with text of your own")
+    return files
+
+
+def _download(name: str, corpus: Corpus, cache: Path) -> list[SourceFile]:
+    """Bring a corpus from the hub to local files, which are then read like any others."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"downloading {name} needs the datasets library: pip install 'oelm[hf]', or give local files "
+            f"with --from PATH"
+        ) from None
+    assert corpus.hub is not None
+    repository, configuration = corpus.hub
+    try:
+        loaded = datasets.load_dataset(repository, configuration)
+    except Exception as error:
+        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise UserError(
+            f"cannot download {name} ({repository}) from the hub: {reason}; offline, give local files with --from PATH"
+        ) from None
+    cache.mkdir(parents=True, exist_ok=True)
+    files = []
+    for split, rows in loaded.items():
+        if corpus.lines:
+            path = cache / f"{split}.txt"
+            with open(path, "w", encoding="utf-8") as file:
+                file.writelines(row["text"] for row in rows)
+        else:
+            path = cache / f"{split}.parquet"
+            rows.select_columns(["text"]).to_parquet(str(path))
+        files.append(SourceFile(path, _split_of(path), _format_of(path)))
+    return files
+
+
+def hash_text(text: str) -> int:
+    """64-bit content hash: decides the split of a document and finds it again in another."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

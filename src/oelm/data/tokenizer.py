@@ -1,0 +1,138 @@
+"""Tokenizers: GPT-2 BPE (tiktoken), a small byte-level BPE trained on the data, or plain bytes."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from oelm.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
+MAX_BPE = 1_000_000
+
+
+class Tokenizer(Protocol):
+    name: str
+    hash: str
+    vocab_size: int
+    end_of_text: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class Gpt2Tokenizer:
+    """The published 50,257-token vocabulary. Special tokens in the text are text."""
+
+    name = "gpt2"
+
+    def __init__(self) -> None:
+        import tiktoken
+
+        try:
+            self._encoding = tiktoken.get_encoding("gpt2")
+        except Exception as error:
+            raise UserError(
+                f"the GPT-2 vocabulary is not here and cannot be downloaded ({type(error).__name__}): "
+                "set TIKTOKEN_CACHE_DIR to a folder that holds it, or take --tokenizer bpe:N"
+            ) from error
+        ranks = sorted(self._encoding._mergeable_ranks.items(), key=lambda item: item[1])
+        self.hash = hashlib.sha256(b"".join(token + b"\n" for token, _ in ranks)).hexdigest()
+        self.vocab_size = self._encoding.n_vocab
+        self.end_of_text = self._encoding.eot_token
+        self.encode = self._encoding.encode_ordinary
+
+    def decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
+
+
+class BpeTokenizer:
+    """Byte-level BPE from a `tokenizer.json` of the tokenizers library."""
+
+    def __init__(self, serialised: str) -> None:
+        from tokenizers import Tokenizer as HfTokenizer
+
+        self.serialised = serialised
+        self._tokenizer = HfTokenizer.from_str(serialised)
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.name = f"bpe:{self.vocab_size}"
+        self.hash = hashlib.sha256(serialised.encode()).hexdigest()
+        self.end_of_text = int(self._tokenizer.token_to_id(END_OF_TEXT))
+
+    def encode(self, text: str) -> list[int]:
+        # The special token has no place inside a document; written out there, it is text like any other.
+        pieces = text.split(END_OF_TEXT)
+        ids = self._tokenizer.encode(pieces[0], add_special_tokens=False).ids
+        for piece in pieces[1:]:
+            for part in ("<|", "endoftext|>" + piece):
+                ids = ids + self._tokenizer.encode(part, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes and an end-of-text token: 257 ids, nothing to learn or to download."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_of_text = 256
+    hash = hashlib.sha256(b"utf-8 bytes, 256 = end of text").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        ends = [END_OF_TEXT.encode() if i == self.end_of_text else bytes([i]) for i in ids]
+        return b"".join(ends).decode(errors="replace")
+
+
+def check_spec(spec: str) -> None:
+    """Refuse a tokenizer name that `load_tokenizer` and `train_bpe` cannot serve."""
+    if spec in ("gpt2", "bytes"):
+        return
+    kind, _, size = spec.partition(":")
+    if kind != "bpe" or not size.isdigit():
+        raise UserError(f"unknown tokenizer {spec}: take gpt2, bytes or bpe:N (for example bpe:1024)")
+    if not 257 <= int(size) <= MAX_BPE:
+        raise UserError(f"tokenizer {spec}: N must lie between 257 (the bytes and end-of-text) and {MAX_BPE:,}")
+
+
+def load_tokenizer(spec: str, folder: Path) -> Tokenizer:
+    """The tokenizer called `spec`; a trained BPE is read from `folder`."""
+    check_spec(spec)
+    if spec == "gpt2":
+        return Gpt2Tokenizer()
+    if spec == "bytes":
+        return ByteTokenizer()
+    path = folder / TOKENIZER_FILE
+    try:
+        return BpeTokenizer(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"the tokenizer {spec} of {folder} is missing: {path} was not found") from None
+    except Exception as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int) -> BpeTokenizer:
+    """Train a byte-level BPE of exactly `vocab_size` tokens, end-of-text included."""
+    from tokenizers import Tokenizer as HfTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = HfTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    found = tokenizer.get_vocab_size()
+    if found < vocab_size:
+        raise UserError(f"the train split has text for only {found:,} tokens: take --tokenizer bpe:{found} or less")
+    return BpeTokenizer(tokenizer.to_str())

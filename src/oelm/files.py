@@ -1,0 +1,86 @@
+"""Files that are written whole or not at all."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from oelm.errors import UserError
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path` so that a reader, or a crash, sees the old content or the new, never a part."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def disk_errors(doing: str, advice: str) -> Iterator[None]:
+    """Turn a full disk, a quota or missing rights into one line instead of a traceback."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UserError(f"disk full while {doing}: {advice}") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"no right to write while {doing} ({error.filename}): {advice}") from error
+        raise
+
+
+@contextmanager
+def lock_file(path: Path, refusal: str, note: str = "") -> Iterator[None]:
+    """Hold an exclusive lock on `path` while inside; `refusal` is the error if another process holds it.
+
+    The kernel drops the lock with the process, however it dies: there are no stale locks. `note` is
+    written into the file for people and for `oelm status`.
+    """
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read(200).strip()
+            raise UserError(f"{refusal}{f' ({holder})' if holder else ''}") from None
+        file.seek(0)
+        file.truncate()
+        file.write(note)
+        file.flush()
+        yield

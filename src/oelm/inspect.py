@@ -1,0 +1,51 @@
+"""`oelm inspect`: what an arm is and costs, as a table or JSON."""
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from oelm.arms import ARMS
+from oelm.config import RunConfig
+
+
+def show_arms() -> None:
+    table = Table("arm", "frames", "freeze", "what it is", box=None, header_style="bold", pad_edge=False)
+    for name, arm in ARMS.items():
+        table.add_row(name, arm.frames, arm.freeze, arm.about)
+    Console().print(table)
+
+
+def show_cost(config: RunConfig, as_json: bool) -> None:
+    from oelm.model import cost
+
+    report = cost.report(config)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(
+        f"[bold]{config.model_type}[/] at {config.preset}: frames {config.frames}, freeze {config.freeze}; "
+        f"batch {config.micro_batch or config.batch_size} x {config.seq_len}\n"
+    )
+    table = Table("part", box=None, header_style="bold", pad_edge=False)
+    for heading in ("total", "trainable", "frozen"):
+        table.add_column(heading, justify="right")
+    for row in report["parts"]:
+        table.add_row(row["part"], *(f"{row[key]:,}" for key in ("total", "trainable", "frozen")))
+    table.add_section()
+    table.add_row("all", *(f"{report[key]:,}" for key in ("total", "trainable", "frozen")), style="bold")
+    console.print(table)
+    flops, bounds = report["flops_per_token"], report["bounds"]
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column()
+    facts.add_column(justify="right")
+    facts.add_row("\nFLOPs per token, forward", f"\n{flops['forward'] / 1e6:,.1f} M")
+    facts.add_row("FLOPs per token, backward", f"{flops['backward'] / 1e6:,.1f} M")
+    facts.add_row("one step, causal attention only", f"{flops['step_causal'] / 1e6:,.1f} M")
+    facts.add_row("checkpoint (weights + Adam)", f"{report['checkpoint_bytes'] / 2**20:,.1f} MiB")
+    facts.add_row("frozen frames, written once", f"{report['frozen_file_bytes'] / 2**20:,.1f} MiB")
+    facts.add_row("activations kept for backward", f"{report['activation_bytes'] / 2**20:,.1f} MiB")
+    facts.add_row("freezing Q/K can speed a step up by at most", f"{bounds['no_qk_weight_gradient']:.3f} x")
+    facts.add_row("  ... if the projections cost nothing at all", f"{bounds['free_qk_projection']:.3f} x")
+    console.print(facts)

@@ -1,0 +1,90 @@
+"""The GPT: pre-norm, learned positions, tied embedding, GELU, no bias in Q/K/V/O."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oelm.config import RunConfig
+from oelm.model.attention import Attention
+from oelm.model.frames import INIT_STD, draw_frame, gaussian
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.d_ff)
+        self.down = nn.Linear(config.d_ff, config.d_model)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.LayerNorm(config.d_model)
+        self.ffn = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        return h_BTD + self.dropout(self.ffn(self.ffn_norm(h_BTD)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = nn.Embedding(config.seq_len, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_norm = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """The normalised residual stream behind the last block."""
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD = self.dropout(self.tokens(tokens_BT) + self.positions(positions_T))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.final_norm(x_BTD)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """The loss when there are targets, else the logits. The output matrix is the token embedding."""
+        logits_BTV = F.linear(self.hidden(tokens_BT), self.tokens.weight)
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction=reduction)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Set every tensor; each from its own generator, keyed by (seed, name).
+
+        tensor                     start
+        -------------------------  ----------------------------------------------
+        attention.q, attention.k   a frame of the arm's kind (oelm.model.frames)
+        every other matrix         N(0, 0.02), embeddings included
+        norm weights               1
+        biases                     0
+        """
+        config = self.config
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            elif not name.endswith(("attention.q.weight", "attention.k.weight")):
+                parameter.copy_(gaussian(tuple(parameter.shape), seed, name) * INIT_STD)
+        for layer, block in enumerate(self.blocks):
+            for role in ("q", "k"):
+                frame = draw_frame(config.frames, config.num_heads, config.d_model, layer, role, seed)
+                getattr(block.attention, role).weight.copy_(frame)
+
+
+def build_gpt(config: RunConfig, device: torch.device | str = "cpu") -> GPT:
+    """A GPT with its initial weights. Built without torch's own initialisation, which would be overwritten."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model = model.to_empty(device="cpu")
+    model.initialise(config.seed)
+    return model.to(device)

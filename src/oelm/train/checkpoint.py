@@ -1,0 +1,148 @@
+"""Checkpoints: safetensors and JSON with a hash manifest, atomic, no pickle.
+
+    step-00001000/  model.safetensors  optimizer.safetensors  state.json  manifest.json
+    last -> step-00001000      best -> step-00000500
+
+A checkpoint is written under another name, synced, and renamed; the links are replaced by rename.
+Whatever the moment of a crash, the newest whole checkpoint can be found and proved whole.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from oelm.errors import UserError
+from oelm.files import fsync_file, fsync_folder, sha256_file, write_json
+from oelm.train.folder import RunFolder
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    model: Tensors
+    optimizer: Tensors
+    state: dict[str, Any]
+
+
+def save(folder: RunFolder, step: int, model: Mapping[str, Tensor], optimizer: Tensors, state: dict[str, Any]) -> Path:
+    """Write the checkpoint of `step` and point `last` at it."""
+    final = folder.step_folder(step)
+    work = folder.path / f".saving-{final.name}"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        write_tensors(work / "model.safetensors", model)
+        write_tensors(work / "optimizer.safetensors", optimizer)
+        write_json(work / "state.json", state)
+        write_json(work / "manifest.json", {p.name: sha256_file(p) for p in sorted(work.iterdir())})
+        fsync_folder(work)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    replaced = final.with_name(final.name + ".old")
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    work.rename(final)
+    fsync_folder(folder.path)
+    link(folder.last, final)
+    _remove(replaced)
+    return final
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    fsync_file(path)
+
+
+def link(name: Path, target: Path) -> None:
+    temporary = name.with_name(f".{name.name}.link")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.name)
+    os.replace(temporary, name)
+    fsync_folder(name.parent)
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint; ValueError says what is damaged."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+            if sha256_file(path / name) != manifest[name]:
+                raise ValueError(f"{name} does not match its hash")
+        return Checkpoint(
+            path,
+            load_file(path / "model.safetensors"),
+            load_file(path / "optimizer.safetensors"),
+            json.loads((path / "state.json").read_text()),
+        )
+    except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def newest(folder: RunFolder, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint; damaged ones are named loudly and passed over."""
+    candidates = sorted(folder.path.glob("step-*"), key=lambda p: (p.name[:13], p.suffix != ".old"), reverse=True)
+    for path in candidates:
+        try:
+            return load(path)
+        except ValueError as error:
+            warn(f"WARNING: checkpoint {path} is damaged ({error}): falling back to the one before it")
+    if candidates:
+        raise UserError(
+            f"every checkpoint in {folder.path} is damaged: restore a copy, or start again in another --out_dir"
+        )
+    return None
+
+
+def pick(folder: RunFolder, which: str, warn: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint called best, last or step-…; the newest whole one if it is damaged."""
+    path = folder.path / which
+    if which not in ("best", "last") and not path.exists():
+        have = ", ".join(sorted(p.name for p in folder.path.glob("step-*"))) or "none"
+        raise UserError(f"no checkpoint {which} in {folder.path}: it has {have}")
+    if path.exists():
+        try:
+            return load(path)
+        except ValueError as error:
+            warn(f"WARNING: checkpoint {path} is damaged ({error}): looking for another one")
+    found = newest(folder, warn)
+    if found is None:
+        raise UserError(f"{folder.path} has no checkpoint yet: let it train up to its first validation")
+    return found
+
+
+def prune(folder: RunFolder, save_interval: int, keep_saves: int) -> None:
+    """Keep the two newest, the best, and those at save intervals (the newest `keep_saves` of them if > 0)."""
+    steps = {int(path.name[5:]): path for path in folder.path.glob("step-????????")}
+    ordered = sorted(steps, reverse=True)
+    saves = [step for step in ordered if step % save_interval == 0]
+    keep = {*ordered[:2], *(saves[:keep_saves] if keep_saves else saves)}
+    for step, path in steps.items():
+        if step not in keep and path.resolve() != folder.best.resolve():
+            _remove(path)
+
+
+def sweep(folder: RunFolder) -> None:
+    """Clear away what a killed process left behind."""
+    for pattern in (".saving-*", ".removing-*", ".*.tmp", ".*.link"):
+        for path in folder.path.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _remove(path: Path) -> None:
+    """Rename before deleting, so that a half-deleted checkpoint is never mistaken for a damaged one."""
+    if path.exists():
+        doomed = path.with_name(f".removing-{path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)

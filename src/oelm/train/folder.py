@@ -1,0 +1,158 @@
+"""The run folder: the only truth about a run, and the one place that knows what lies in it.
+
+    outputs/<ID>_<arm>/
+      config.toml  training.log  metrics.jsonl  events.out.tfevents…  timing_stats.json  summary.json
+      environment.json  tokenizer.json (a trained BPE)  frozen.safetensors  run.lock
+      step-00001000/ …   last -> step-…   best -> step-…
+
+No torch here: a folder is claimed, refused or read before torch is imported.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from oelm.config import OPERATIONAL, RunConfig, load_toml, resolve
+from oelm.errors import UserError
+from oelm.files import disk_errors, lock_file, write_atomic
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.toml"
+        self.log = path / "training.log"
+        self.metrics = path / "metrics.jsonl"
+        self.timing = path / "timing_stats.json"
+        self.summary = path / "summary.json"
+        self.environment = path / "environment.json"
+        self.frozen = path / "frozen.safetensors"
+        self.lock = path / "run.lock"
+        self.last = path / "last"
+        self.best = path / "best"
+
+    def step_folder(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def config(self) -> RunConfig:
+        if not self.config_file.is_file():
+            raise UserError(f"{self.path} is not a run folder: it has no config.toml")
+        return resolve({}, load_toml(self.config_file))
+
+    def read_summary(self) -> dict[str, Any] | None:
+        return _read_json(self.summary)
+
+    def finished(self) -> bool:
+        return (self.read_summary() or {}).get("state") == "finished"
+
+    def alive(self) -> bool:
+        """Whether a process holds the run's lock."""
+        try:
+            with open(self.lock) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+    def last_step(self) -> int:
+        """Step of the newest checkpoint, by name alone."""
+        steps = [int(p.name[5:13]) for p in self.path.glob("step-*") if p.name[5:13].isdigit()]
+        return max(steps, default=0)
+
+
+@contextmanager
+def claim(config: RunConfig, resume: bool) -> Iterator[RunFolder]:
+    """Hold the run folder of `config` for one process; refuse it in one line if it is not free to use."""
+    folder = RunFolder(config.folder)
+    who = f"pid {os.getpid()} on {socket.gethostname()}, since {now()}"
+    refusal = f"{folder.path} is in use by another run: wait for it, stop it, or choose another --out_dir"
+    with ExitStack() as stack:
+        with disk_errors(f"creating {folder.path}", "choose another place with --out_dir"):
+            _refuse_foreign(folder)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock_file(folder.lock, refusal, who))
+            if folder.config_file.exists():
+                _refuse_to_overwrite(folder, config, resume)
+            write_atomic(folder.config_file, config.to_toml())
+            folder.summary.unlink(missing_ok=True)
+        yield folder
+
+
+def _refuse_foreign(folder: RunFolder) -> None:
+    if not folder.path.exists() or folder.config_file.exists():
+        return
+    if not folder.path.is_dir():
+        raise UserError(f"{folder.path} is a file: choose another --out_dir")
+    foreign = sorted(p.name for p in folder.path.iterdir() if not p.name.startswith(".") and p != folder.lock)
+    if foreign:
+        raise UserError(f"{folder.path} holds other files ({foreign[0]}): choose a new or empty --out_dir")
+
+
+def _refuse_to_overwrite(folder: RunFolder, config: RunConfig, resume: bool) -> None:
+    if folder.finished():
+        raise UserError(f"{folder.path} holds a finished run: choose another --out_dir")
+    if not resume:
+        raise UserError(unfinished(folder))
+    before = folder.config()
+    for key in type(config).model_fields:
+        old, new = getattr(before, key), getattr(config, key)
+        if old != new and key not in OPERATIONAL:
+            raise UserError(
+                f"{folder.path} was started with {key} = {old}, not {new}: "
+                f"resume it with its own settings (oelm train --resume --out_dir {folder.path}), "
+                "or choose another --out_dir"
+            )
+
+
+def unfinished(folder: RunFolder) -> str:
+    return (
+        f"{folder.path} holds an unfinished run at step {folder.last_step():,} of {folder.config().max_steps:,}: "
+        "add --resume to continue it, or choose another --out_dir"
+    )
+
+
+def now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Where a part of a run was computed; the promise of equal bits holds while this stays the same."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_started": psutil.Process().create_time(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "started": now(),
+        "clock": time.time(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        return names[0] if names else platform.processor()
+    except OSError:
+        return platform.processor()
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,0 +1,308 @@
+"""The one training loop. It knows steps, optimizer, freezing, timing and checkpoints; the task knows the rest."""
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any, NoReturn, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from oelm.config import RunConfig
+from oelm.errors import RunFailed, Stopped, UserError
+from oelm.files import disk_errors
+from oelm.model import freeze
+from oelm.train import checkpoint
+from oelm.train.clock import peak_memory, spoken
+from oelm.train.console import Reporter
+from oelm.train.distributed import World
+from oelm.train.folder import RunFolder
+from oelm.train.metrics import Metrics, cut_to
+from oelm.train.optim import build_optimizer, learning_rate, optimizer_tensors, restore_optimizer
+from oelm.train.task import Interrupted, ReadAhead, Task
+
+
+@dataclass
+class State:
+    """What a checkpoint holds besides tensors."""
+
+    step: int = 0
+    evaluated: bool = False
+    """The evaluation due at this step is done and in the metrics."""
+    best_loss: float | None = None
+    best_step: int = 0
+    elapsed: float = 0.0
+    """Seconds of all parts of the run so far."""
+    peak_memory: int = 0
+    started: str = ""
+    scaler: dict[str, Any] = field(default_factory=dict)
+    frozen_hash: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class StopRequest:
+    """SIGTERM, SIGINT and Slurm's SIGUSR1 ask the loop to save and leave; asking twice changes nothing."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self) -> bool:
+        return self.number != 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
+
+
+class Trainer:
+    def __init__(
+        self, config: RunConfig, task: Task, world: World, folder: RunFolder, reporter: Reporter, started: str
+    ) -> None:
+        self.config, self.task, self.world, self.folder, self.reporter = config, task, world, folder, reporter
+        self.stop = StopRequest()
+        self.state = State(started=started, data=task.identity())
+        self.model = task.build_model().to(world.device)
+        self.frozen = freeze.apply(self.model, config)
+        self.optimizer = build_optimizer(self.model, config, world.device)
+        self.autocast, self.scaler = _precision(config, world.device)
+        self.parallel = world.wrap(cast(nn.Module, torch.compile(self.model)) if config.compile else self.model)
+        self._born = time.perf_counter()
+
+    def run(self, resume: bool) -> State:
+        """Train to the end; raises Stopped or RunFailed with the last good state on disk."""
+        config, state = self.config, self.state
+        if resume:
+            self._restore()
+        elif self.world.leads and self.frozen:
+            self._write_frozen()
+        state.frozen_hash = freeze.fingerprint(self.model, self.frozen)
+        self._before = state.elapsed
+        self.metrics = Metrics(self.folder.metrics) if self.world.leads else None
+        read = ReadAhead(self.task.micro_batches, config.num_workers, config.max_steps - 1)
+        try:
+            with self.stop.listening(), self.reporter.bar(config.max_steps, state.step):
+                self._announce_time()
+                while True:
+                    if self._evaluation_due():
+                        self._evaluate()
+                    if state.step == config.max_steps:
+                        return state
+                    self._step(read)
+        finally:
+            read.close()
+            if self.metrics:
+                self.metrics.close()
+
+    def _step(self, read: ReadAhead) -> None:
+        """One update, or none: a stop or a loss that is not finite leaves before it."""
+        config, state, world = self.config, self.state, self.world
+        begin = time.perf_counter()
+        rate = learning_rate(config, state.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        batches = read(state.step)
+        if config.dropout:
+            torch.manual_seed(_dropout_seed(config.seed, state.step, world.rank))
+        self.parallel.train()
+        loss = torch.zeros((), device=world.device)
+        for index, batch in enumerate(batches):
+            loss += self._backward(batch, len(batches), sync=index == len(batches) - 1)
+        self.scaler.unscale_(self.optimizer)
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        norm = nn.utils.clip_grad_norm_(trainable, config.grad_clip or math.inf, foreach=True).item()
+        total, stops = world.sum(loss.item(), float(self.stop()))
+        mean = total / world.size
+        if not math.isfinite(mean) or not (math.isfinite(norm) or self.scaler.is_enabled()):
+            self._fail(f"loss {mean:g}, gradient norm {norm:g} at step {state.step + 1}")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        state.step, state.evaluated = state.step + 1, False
+        self._record(mean, rate, norm, time.perf_counter() - begin)
+        if stops:
+            self._leave()
+
+    def _backward(self, batch: tuple[Tensor, ...], parts: int, sync: bool) -> Tensor:
+        """Accumulate the gradient of one micro-batch; processes exchange it with the last one only."""
+        quiet = nullcontext() if sync or self.world.size == 1 else self.parallel.no_sync()  # type: ignore[operator]
+        with quiet:
+            with self.autocast():
+                inputs = tuple(tensor.to(self.world.device, non_blocking=True) for tensor in batch)
+                loss = self.task.loss(self.parallel, inputs) / parts
+            self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _record(self, loss: float, rate: float, norm: float, seconds: float) -> None:
+        config, state = self.config, self.state
+        if self.metrics:
+            norm_or_none = norm if math.isfinite(norm) else None
+            self.metrics.write("train", state.step, loss=loss, lr=rate, grad_norm=norm_or_none, seconds=seconds)
+        speed = config.tokens_per_step / seconds
+        best = f"best val ppl {math.exp(state.best_loss):.2f}" if state.best_loss is not None else ""
+        self.reporter.advance(state.step, f"loss {loss:.4f}  {speed:,.0f} tok/s  {best}")
+        interval = min(config.log_interval, max(1, config.max_steps // 20))
+        if state.step % interval == 0 or state.step == 1:
+            if self.metrics:
+                self.metrics.flush()
+            self.reporter.say(
+                f"step {state.step:,}/{config.max_steps:,} | loss {loss:.4f} | lr {rate:.3g} | "
+                f"grad norm {norm:.3f} | {speed:,.0f} tok/s"
+            )
+
+    def _evaluation_due(self) -> bool:
+        state, config = self.state, self.config
+        at_interval = state.step > 0 and state.step % config.val_interval == 0
+        return not state.evaluated and (at_interval or state.step == config.max_steps)
+
+    def _evaluate(self) -> None:
+        """Validate (and at the end test), then save: the metrics of a checkpoint's step always stand before it."""
+        state = self.state
+        splits = ["val"] + (["test"] if state.step == self.config.max_steps and self.task.has_split("test") else [])
+        self.parallel.eval()
+        for split in splits:
+            begin = time.perf_counter()
+            try:
+                with self.autocast():
+                    values = self.task.evaluate(self.model, split, self.stop)
+            except Interrupted:
+                self._leave()
+            if not math.isfinite(values["loss"]):
+                self._fail(f"{split} loss {values['loss']:g} at step {state.step}")
+            if self.metrics:
+                self.metrics.write(split, state.step, **values, seconds=time.perf_counter() - begin)
+            if split == "val" and (state.best_loss is None or values["loss"] < state.best_loss):
+                state.best_loss, state.best_step = values["loss"], state.step
+            shown = " | ".join(f"{key} {value:.4f}" for key, value in values.items() if key != "tokens")
+            self.reporter.say(f"{split} at step {state.step:,} | {shown}")
+        state.evaluated = True
+        self._save()
+        if self.stop() and state.step < self.config.max_steps:
+            raise Stopped(self.stop.number)
+
+    def _save(self) -> None:
+        """Checkpoint the run, frozen tensors excepted: they must still be what they were at the start."""
+        state, config = self.state, self.config
+        state.elapsed = self._before + time.perf_counter() - self._born
+        state.peak_memory = max(state.peak_memory, peak_memory(self.world.device))
+        state.scaler = self.scaler.state_dict()
+        if freeze.fingerprint(self.model, self.frozen) != state.frozen_hash:
+            self._fail(f"frozen parameters changed by step {state.step}")
+        if not (self.world.leads and self.metrics):
+            return
+        self.metrics.flush(sync=True)
+        advice = (
+            "free some space, then continue with oelm train --resume --out_dir "
+            f"{self.folder.path}; the last good checkpoint is step {self.folder.last_step():,}"
+        )
+        with disk_errors(f"saving step {state.step:,}", advice):
+            weights = {name: p for name, p in self.model.named_parameters() if name not in self.frozen}
+            moments = optimizer_tensors(self.model, self.optimizer)
+            path = checkpoint.save(self.folder, state.step, weights, moments, asdict(state))
+            if state.best_step == state.step:
+                checkpoint.link(self.folder.best, path)
+            checkpoint.prune(self.folder, config.save_interval, config.keep_saves)
+
+    def _restore(self) -> None:
+        """Continue from the newest whole checkpoint; from the beginning if there is none yet."""
+        found = checkpoint.newest(self.folder, self.reporter.say)
+        step = found.state["step"] if found else 0
+        if self.world.from_leader(step) != step:
+            raise UserError(f"the processes see different checkpoints in {self.folder.path}: is it on a shared disk?")
+        if self.world.leads:
+            checkpoint.sweep(self.folder)
+            cut_to(self.folder.metrics, step, evaluated=bool(found and found.state["evaluated"]))
+        if found is None:
+            self.reporter.say("no checkpoint yet: starting from step 0")
+            if self.world.leads and self.frozen:
+                self._write_frozen()
+            return
+        if found.state["data"] != json.loads(json.dumps(self.state.data)):
+            _refuse_other_data(found.state["data"], self.state.data)
+        frozen = load_file(self.folder.frozen) if self.frozen else {}
+        self.model.load_state_dict({**found.model, **frozen})
+        restore_optimizer(self.model, self.optimizer, found.optimizer)
+        self.state.__dict__.update(found.state)
+        if self.state.scaler:
+            self.scaler.load_state_dict(self.state.scaler)
+        if freeze.fingerprint(self.model, self.frozen) != self.state.frozen_hash:
+            raise UserError(f"{self.folder.frozen} is damaged: its frozen parameters are not those of the run")
+        self.reporter.say(f"resumed from {found.path} at step {step:,}")
+
+    def _write_frozen(self) -> None:
+        with disk_errors(f"writing {self.folder.frozen}", "free some space and start again"):
+            tensors = {name: p for name, p in self.model.named_parameters() if name in self.frozen}
+            temporary = self.folder.frozen.with_name(".frozen.tmp")
+            checkpoint.write_tensors(temporary, tensors)
+            temporary.replace(self.folder.frozen)
+
+    def _announce_time(self) -> None:
+        """Time one micro-batch, without an update, and say how long the run will take."""
+        config, state = self.config, self.state
+        left = config.max_steps - state.step
+        if not left:
+            return
+        batches = self.task.micro_batches(state.step)
+        self.parallel.train()
+        for _ in range(2):  # the first pass warms up, or compiles
+            begin = time.perf_counter()
+            self._backward(batches[0], 1, sync=True).item()
+            seconds = time.perf_counter() - begin
+            if seconds > 5 and not config.compile:
+                break
+        self.optimizer.zero_grad(set_to_none=True)
+        self.reporter.say(
+            f"expected time: about {spoken(seconds * len(batches) * left)} for {left:,} steps, and the validations"
+        )
+
+    def _leave(self) -> NoReturn:
+        """Save and stop, as asked by a signal to this process or another."""
+        number = self.stop.number or signal.SIGTERM
+        self.reporter.say(f"{signal.Signals(number).name}: saving step {self.state.step:,} and leaving")
+        self._save()
+        raise Stopped(number)
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise RunFailed(
+            f"{reason}: stopped before the update; the last good checkpoint is step {self.folder.last_step():,} "
+            "(a lower --max_lr or a longer --warmup_steps often helps)"
+        )
+
+
+def _precision(config: RunConfig, device: torch.device) -> tuple[Callable[[], Any], torch.amp.GradScaler]:
+    """Autocast and loss scaling for the device: bfloat16 where the GPU has it, else float16; off on the CPU."""
+    on = config.use_amp and device.type == "cuda"
+    dtype = torch.bfloat16 if not on or torch.cuda.is_bf16_supported() else torch.float16
+    scaler = torch.amp.GradScaler(device.type, enabled=on and dtype == torch.float16)
+    if not on:
+        return nullcontext, scaler
+    return lambda: torch.autocast(device.type, dtype), scaler
+
+
+def _dropout_seed(seed: int, step: int, rank: int) -> int:
+    """Dropout's randomness is a function of (seed, step, rank), so there is no generator state to lose."""
+    return (seed * 1_000_003 + step * 4_099 + rank) % 2**63
+
+
+def _refuse_other_data(before: dict[str, Any], now: dict[str, Any]) -> NoReturn:
+    if before.get("tokenizer_hash") != now.get("tokenizer_hash"):
+        raise UserError(
+            f"the data's tokenizer ({now['tokenizer']}, {now['tokenizer_hash'][:8]}) is not the checkpoint's "
+            f"({before.get('tokenizer')}, {str(before.get('tokenizer_hash'))[:8]}): prepare the data as before"
+        )
+    raise UserError("the data are not those that the run was started on: give the old --data_path")

@@ -1,0 +1,75 @@
+"""Metrics: an append-only JSONL file in which every step stands once, mirrored to TensorBoard."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Metrics:
+    """Writer for one run. `cut_to` on resume drops what lies behind the checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "ab")  # noqa: SIM115  # lives as long as the run
+        from tensorboardX import SummaryWriter
+
+        self._board = SummaryWriter(str(path.parent), flush_secs=10)
+
+    def write(self, kind: str, step: int, **values: float | int | None) -> None:
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n")
+        for name in ("loss", "ppl", "bpb", "lr", "grad_norm"):
+            if values.get(name) is not None and (kind != "train" or step % 10 == 0):
+                self._board.add_scalar(f"{kind}/{name}", values[name], step)
+
+    def flush(self, sync: bool = False) -> None:
+        self._file.flush()
+        if sync:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def cut_to(path: Path, step: int, evaluated: bool) -> None:
+    """Drop every record behind a checkpoint, and a last line that was cut off in the middle.
+
+    Behind it lies what has a later step and, if the evaluation of `step` was not done, what it had
+    already written.
+    """
+    if not path.exists():
+        return
+    keep = 0
+    with open(path, "rb+") as file:
+        for line in file:
+            record = _parse(line)
+            if record is None or record["step"] > step:
+                break
+            if record["step"] == step and record["kind"] != "train" and not evaluated:
+                break
+            keep += len(line)
+        file.truncate(keep)
+
+
+def read(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """Whole records of a metrics file, of one kind or all; a line still being written is left out."""
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                record = _parse(line)
+                if record is not None and kind in (None, record["kind"]):
+                    yield record
+    except FileNotFoundError:
+        return
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+        return record if isinstance(record, dict) and {"kind", "step"} <= record.keys() else None
+    except ValueError:
+        return None

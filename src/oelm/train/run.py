@@ -1,0 +1,204 @@
+"""A whole run: check everything, claim the folder, train, and write down what came of it."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from oelm import __version__
+from oelm.config import RunConfig
+from oelm.data.tokenizer import TOKENIZER_FILE
+from oelm.data.tokens import TokenData, check_data, open_data
+from oelm.errors import RunFailed, Stopped, UserError
+from oelm.files import write_json
+from oelm.train.folder import RunFolder, claim, describe_machine, now
+
+
+def train(config: RunConfig, resume: bool = False, vocab_is_set: bool = False) -> RunFolder:
+    """Train `config` to its end in its run folder.
+
+    Whatever can be refused is refused before the folder is touched and before torch is imported.
+    """
+    config = config.replace(processes=int(os.environ.get("WORLD_SIZE", 1)))
+    data = open_data(config.dataset, config.data_path)
+    if data.vocab_size and not vocab_is_set:
+        config = config.replace(vocab_size=data.vocab_size)
+    check_data(data, config.seq_len, config.vocab_size)
+    if int(os.environ.get("RANK", 0)) != 0:
+        _train_in(RunFolder(config.folder), config, data, resume)
+        return RunFolder(config.folder)
+    with claim(config, resume) as folder:
+        _train_in(folder, config, data, resume)
+    return folder
+
+
+def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: bool) -> None:
+    from oelm.train.console import Reporter
+    from oelm.train.distributed import join
+    from oelm.train.language import LanguageModelling
+    from oelm.train.loop import Trainer
+
+    with join(config.device, config.threads) as world:
+        reporter = Reporter(folder.log if world.leads else None)
+        machine = describe_machine()
+        try:
+            if world.leads:
+                _copy_tokenizer(data, folder)
+                _write_environment(folder, config, data, machine, str(world.device))
+            task = LanguageModelling(config, data, world)
+            trainer = Trainer(config, task, world, folder, reporter, machine["started"])
+            if world.leads:
+                for line in _opening(config, task.epochs(config.max_steps), world.device.type):
+                    reporter.say(line)
+            state = trainer.run(resume)
+        except (Stopped, RunFailed, UserError) as error:
+            if world.leads:
+                _write_end(folder, "stopped" if isinstance(error, Stopped) else "failed", str(error))
+                reporter.say(f"{'stopped' if isinstance(error, Stopped) else 'FAILED'}: {error}")
+            raise
+        else:
+            if world.leads:
+                summary = finish(folder, config, state.__dict__, task.epochs(config.max_steps))
+                reporter.say(_closing(summary))
+        finally:
+            reporter.close()
+
+
+def finish(folder: RunFolder, config: RunConfig, state: dict[str, Any], epochs: float) -> dict[str, Any]:
+    """Write timing_stats.json and summary.json; the summary is last, and its presence means finished."""
+    from oelm.model import cost
+    from oelm.train import metrics
+    from oelm.train.clock import timing_stats
+
+    last = {record["kind"]: record for record in metrics.read(folder.metrics)}
+    table = cost.parts(config)
+    summary: dict[str, Any] = {
+        "state": "finished",
+        "model_type": config.model_type,
+        "dataset": config.dataset,
+        "seed": config.seed,
+        "steps": state["step"],
+        "tokens_seen": state["step"] * config.tokens_per_step,
+        "epochs": epochs,
+        "total_parameters": sum(part.total for part in table),
+        "trainable_parameters": sum(part.trainable for part in table),
+        "frozen_parameters": sum(part.frozen for part in table),
+        "final_train_loss": last["train"]["loss"],
+        "final_val_loss": last["val"]["loss"],
+        "final_perplexity": last["val"]["ppl"],
+        "final_val_bpb": last["val"].get("bpb"),
+        "best_val_loss": state["best_loss"],
+        "best_step": state["best_step"],
+        "test_loss": last["test"]["loss"] if "test" in last else None,
+        "test_perplexity": last["test"]["ppl"] if "test" in last else None,
+        "test_bpb": last["test"].get("bpb") if "test" in last else None,
+        "started": state["started"],
+        "finished": now(),
+        "wall_seconds": state["elapsed"],
+        "peak_memory_bytes": state["peak_memory"],
+        "checkpoint_bytes": sum(p.stat().st_size for p in folder.last.iterdir()),
+        "frozen_hash": state["frozen_hash"],
+        "data": state["data"],
+    }
+    timing = timing_stats(config, folder.metrics, state["elapsed"], summary)
+    summary["median_step_seconds"] = timing["median_step_time"]
+    write_json(folder.timing, timing)
+    write_json(folder.summary, summary)
+    return summary
+
+
+def _opening(config: RunConfig, epochs: float, device: str) -> list[str]:
+    """What people want to know before they wait."""
+    import torch
+
+    from oelm.model import cost
+
+    table = cost.parts(config)
+    total, frozen = sum(part.total for part in table), sum(part.frozen for part in table)
+    size = cost.checkpoint_bytes(config)["checkpoint"]
+    kept = config.keep_saves or config.max_steps // config.save_interval
+    lines = [
+        f"oelm {__version__} | {config.model_type} (frames {config.frames}, freeze {config.freeze}) | "
+        f"{config.dataset} | seed {config.seed} | {device}, {torch.get_num_threads()} threads"
+        + (f" x {config.processes} processes" if config.processes > 1 else ""),
+        f"parameters: {total:,} total, {total - frozen:,} trainable, {frozen:,} frozen",
+        f"tokens per step: {config.tokens_per_step:,} ({config.windows_per_step} x {config.seq_len}); "
+        f"{config.max_steps * config.tokens_per_step:,} in {config.max_steps:,} steps = {epochs:.2f} epochs",
+        f"disk: {size / 2**20:,.0f} MiB a checkpoint, at most {(kept + 3) * size / 2**20:,.0f} MiB in all",
+    ]
+    if epochs > 1:
+        lines.append(f"WARNING: {epochs:.1f} epochs: the training text repeats, so freezing may win as a regulariser")
+    if config.warmup_steps >= config.max_steps:
+        lines.append(
+            f"WARNING: the warm-up ({config.warmup_steps:,} steps) is not shorter than the run "
+            f"({config.max_steps:,}): the learning rate never reaches {config.max_lr:g}"
+        )
+    if config.use_amp and device != "cuda":
+        lines.append(f"mixed precision is for CUDA GPUs: computing in float32 on {device}")
+    return lines
+
+
+def _closing(summary: dict[str, Any]) -> str:
+    from oelm.train.clock import spoken
+
+    parts = [f"finished {summary['steps']:,} steps in {spoken(summary['wall_seconds'])}"]
+    parts.append(f"val ppl {summary['final_perplexity']:.4f}")
+    if summary["test_perplexity"] is not None:
+        parts.append(f"test ppl {summary['test_perplexity']:.4f}")
+    parts.append(f"{1000 * summary['median_step_seconds']:.1f} ms a step")
+    parts.append(f"peak memory {summary['peak_memory_bytes'] / 2**20:,.0f} MiB")
+    return " | ".join(parts)
+
+
+def _write_end(folder: RunFolder, state: str, reason: str) -> None:
+    """Say in the folder why the run is not running; a full disk must not hide the reason itself."""
+    try:
+        write_json(folder.summary, {"state": state, "reason": reason, "finished": now()})
+    except OSError:
+        folder.summary.unlink(missing_ok=True)
+
+
+def _copy_tokenizer(data: TokenData, folder: RunFolder) -> None:
+    """A trained vocabulary goes with the run, so that it can speak without its data."""
+    source, target = data.folder / TOKENIZER_FILE, folder.path / TOKENIZER_FILE
+    if source.exists() and not target.exists():
+        shutil.copyfile(source, target)
+
+
+def _write_environment(
+    folder: RunFolder, config: RunConfig, data: TokenData, machine: dict[str, Any], device: str
+) -> None:
+    """Versions, device, threads, code and data of every part of the run."""
+    import json
+
+    import numpy
+    import torch
+
+    part = {
+        **machine,
+        "oelm": __version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device.startswith("cuda") else machine["cpu"],
+        "threads": torch.get_num_threads(),
+        "processes": config.processes,
+        "git": _git_commit(),
+    }
+    parts = []
+    if folder.environment.exists():
+        parts = json.loads(folder.environment.read_text())["parts"]
+    write_json(folder.environment, {"data": data.identity(), "parts": [*parts, part]})
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that oelm runs from, if it does."""
+    try:
+        where = Path(__file__).parent
+        found = subprocess.run(
+            ["git", "-C", str(where), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+        )
+        return found.stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,68 @@
+"""What the loop asks of a task: batches, loss and evaluation. The loop knows everything else."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from oelm.train.distributed import World
+
+Batch = tuple[Tensor, ...]
+
+
+class Interrupted(Exception):
+    """A stop was asked for in the middle of an evaluation."""
+
+
+class Task(Protocol):
+    def build_model(self) -> nn.Module:
+        """The model with its initial weights, on the CPU."""
+        ...
+
+    def micro_batches(self, step: int) -> Sequence[Batch]:
+        """This process's share of update `step`, a pure function of (seed, step), in equal micro-batches."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean loss of a micro-batch."""
+        ...
+
+    def evaluate(self, model: nn.Module, split: str, stop: Callable[[], bool]) -> dict[str, float]:
+        """Metrics on a whole split, `loss` among them, the same on every process; may raise Interrupted."""
+        ...
+
+    def has_split(self, split: str) -> bool: ...
+
+    def epochs(self, steps: int) -> float:
+        """How often the training data were seen after `steps` updates."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Hashes of data and tokenizer."""
+        ...
+
+
+TaskFactory = Callable[[World], Task]
+
+
+class ReadAhead:
+    """Reads the next steps' batches in background threads; possible because a batch depends on its step alone."""
+
+    def __init__(self, read: Callable[[int], Sequence[Batch]], workers: int, last: int) -> None:
+        self._read, self._last = read, last
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="read-ahead") if workers else None
+        self._depth = 2 * workers
+        self._ahead: dict[int, Future[Sequence[Batch]]] = {}
+
+    def __call__(self, step: int) -> Sequence[Batch]:
+        if self._pool is None:
+            return self._read(step)
+        for next_step in range(step, min(step + self._depth, self._last) + 1):
+            if next_step not in self._ahead:
+                self._ahead[next_step] = self._pool.submit(self._read, next_step)
+        return self._ahead.pop(step).result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
