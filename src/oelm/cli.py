@@ -4,9 +4,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_origin
+from typing import Any, NoReturn, get_args
 
 from oelm import __version__
 from oelm.errors import RunFailed, Stopped, UserError, nearest
@@ -94,12 +94,14 @@ def _prepare_verb(parser: Parser) -> None:
     are drawn from the training documents. No document ends up in two splits.
     """
     known = "tinystories, openwebtext, wikitext103, wikitext2, python-stdlib, or your own name with --from"
+    held_out = "share of the documents to draw for each split without a file (default: 0.5 to 5 %%, about 4 MiB)"
     formats = "local files or folders: text, WikiText, JSONL, Parquet"
     parser.add_argument("name", metavar="NAME", help=known)
     parser.add_argument("--from", dest="sources", nargs="+", type=Path, default=[], metavar="PATH", help=formats)
     parser.add_argument("--tokenizer", metavar="gpt2|bpe:N|bytes", help="default gpt2; bpe:1024 for python-stdlib")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default data/NAME (or $OELM_DATA/NAME)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes; default: one per core")
+    parser.add_argument("--held_out", type=float, metavar="SHARE", help=held_out)
     parser.add_argument("--force", action="store_true", help="replace token files of another tokenizer")
     parser.add_argument("--json", action="store_true", help="print meta.json instead of a table")
     parser.set_defaults(run=_prepare)
@@ -111,7 +113,14 @@ def _prepare(options: argparse.Namespace) -> None:
 
     with progress_bar(quiet=options.json) as progress:
         meta = prepare(
-            options.name, options.sources, options.tokenizer, options.out, options.workers, options.force, progress
+            options.name,
+            options.sources,
+            options.tokenizer,
+            options.out,
+            options.workers,
+            options.force,
+            options.held_out,
+            progress,
         )
     if options.json:
         print(json.dumps(meta, indent=2, ensure_ascii=False))
@@ -126,13 +135,15 @@ def _train_verb(parser: Parser) -> None:
                --out_dir outputs/GPT-01_baseline
     oelm train --preset pocket --model_type oelm_v2 --dataset python-stdlib
     oelm train settings.toml --seed 43
-    oelm train --resume --out_dir outputs/GPT-01_baseline
+    oelm train --resume outputs/GPT-01_baseline
     torchrun --nproc_per_node=2 -m oelm train …
 
     Flags take dashes or underscores. Order: defaults < preset < arm < TOML file < flags.
     """
     parser.add_argument("config", nargs="?", type=Path, metavar="FILE.toml", help="settings, by the names of the flags")
-    parser.add_argument("--resume", action="store_true", help="continue an unfinished run from its newest checkpoint")
+    resume = "continue an unfinished run (RUN, or the one in --out_dir) from its newest checkpoint"
+    parser.add_argument("--resume", nargs="?", const="", metavar="RUN", help=resume)
+    parser.usage = "oelm train [FILE.toml] [--resume [RUN]] [--SETTING VALUE ...]"
     _add_config_flags(parser)
     parser.set_defaults(run=_train)
 
@@ -141,20 +152,25 @@ def _train(options: argparse.Namespace) -> int:
     from oelm.config import load_toml, resolve
     from oelm.train.folder import RunFolder, unfinished
 
-    flags = _given(options)
+    flags, resume = _given(options), options.resume is not None
+    if options.resume and options.resume.endswith(".toml"):
+        options.config = Path(options.resume)
+    elif options.resume:
+        flags["out_dir"] = options.resume
+        RunFolder(Path(options.resume)).config()
     file = load_toml(options.config) if options.config else {}
     folder = RunFolder(resolve(flags, file).folder)
     held = folder.config_file.exists() and not folder.finished() and not folder.alive()
-    if held and not options.resume and sys.stdin.isatty() and sys.stdout.isatty():
+    if held and not resume and sys.stdin.isatty() and sys.stdout.isatty():
         print(unfinished(folder).partition(": add")[0])
-        options.resume = input("Continue it? [Y/n] ").strip().lower() in ("", "y", "yes")
-    if options.resume and held and not options.config:
-        file = load_toml(folder.config_file)
+        resume = input("Continue it? [Y/n] ").strip().lower() in ("", "y", "yes")
+    if resume and held and not options.config:
+        file = {**load_toml(folder.config_file), "out_dir": str(folder.path)}
 
     from oelm.train.run import train
 
     try:
-        train(resolve(flags, file), options.resume, vocab_is_set="vocab_size" in {**file, **flags})
+        train(resolve(flags, file), resume, vocab_is_set="vocab_size" in {**file, **flags})
     except Stopped as stop:
         return 128 + stop.number
     except RunFailed as error:
@@ -274,9 +290,9 @@ def _add_config_flags(parser: Parser) -> None:
                 group.add_argument(f"--no_{name}", dest=name, action="store_const", const="false",
                                    default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
                 continue
-            names = {"model_type": ARMS, "preset": PRESETS}.get(name)
-            literal = getattr(field.annotation, "__args__", ()) if get_origin(field.annotation) else ()
-            metavar = "|".join(map(str, names or literal)) or getattr(field.annotation, "__name__", "X").upper()
+            tables: dict[str, Iterable[str]] = {"model_type": ARMS, "preset": PRESETS}
+            choices = tables.get(name, get_args(field.annotation))
+            metavar = "|".join(choices) or getattr(field.annotation, "__name__", "X").upper()
             group.add_argument(f"--{name}", metavar=metavar, **options)
 
 

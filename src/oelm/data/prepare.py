@@ -91,11 +91,14 @@ def prepare(
     out: Path | None,
     workers: int = 0,
     force: bool = False,
+    held_out: float | None = None,
     progress: Progress = lambda doing, done, total: None,
 ) -> dict[str, Any]:
     """Write the token files of corpus `name` and return their meta data."""
     spec = tokenizer or (CORPORA[name].tokenizer if name in CORPORA else "gpt2")
     check_spec(spec)
+    if held_out is not None and not 0 < held_out <= 0.4:
+        raise UserError(f"--held_out {held_out:g}: take a share above 0 and up to 0.4")
     if not name or "/" in name or name.startswith("."):
         raise UserError(f"data set name {name!r}: use letters, digits, - and _")
     out = out or data_root() / name
@@ -109,18 +112,18 @@ def prepare(
         work.mkdir()
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         files = find_files(name, given, work / "download")
-        meta = _write_tokens(name, files, spec, work, workers or os.cpu_count() or 1, progress)
+        meta = _write_tokens(name, files, spec, work, workers or os.cpu_count() or 1, held_out, progress)
         shutil.rmtree(work / "download", ignore_errors=True)
         _put_in_place(work, out)
     return meta
 
 
 def _write_tokens(
-    name: str, files: list[SourceFile], spec: str, work: Path, workers: int, progress: Progress
+    name: str, files: list[SourceFile], spec: str, work: Path, workers: int, held_out: float | None, progress: Progress
 ) -> dict[str, Any]:
     pieces = [piece for file in files for piece in cut(file)]
     sizes = {split: sum(f.path.stat().st_size for f in files if f.split == split) for split in SPLITS}
-    rules = Rules(drawn=_shares(sizes))
+    rules = Rules(drawn=_shares(sizes, held_out))
     for split in ("val", "test"):
         given = [piece for piece in pieces if piece.file.split == split]
         if given:
@@ -170,9 +173,9 @@ def _write_tokens(
     return meta
 
 
-def _shares(sizes: dict[str, int]) -> dict[str, float]:
+def _shares(sizes: dict[str, int], held_out: float | None) -> dict[str, float]:
     """Draw about 4 MiB for each split that has no file of its own, but 0.5 % to 5 % of the text."""
-    share = min(0.05, max(0.005, HELD_OUT_BYTES / max(1, sizes["train"])))
+    share = held_out or min(0.05, max(0.005, HELD_OUT_BYTES / max(1, sizes["train"])))
     return {split: share for split in ("test", "val") if not sizes[split]}
 
 

@@ -59,7 +59,10 @@ class BpeTokenizer:
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.name = f"bpe:{self.vocab_size}"
         self.hash = hashlib.sha256(serialised.encode()).hexdigest()
-        self.end_of_text = int(self._tokenizer.token_to_id(END_OF_TEXT))
+        end_of_text = self._tokenizer.token_to_id(END_OF_TEXT)
+        if end_of_text is None:
+            raise ValueError(f"it has no token {END_OF_TEXT}")
+        self.end_of_text: int = end_of_text
 
     def encode(self, text: str) -> list[int]:
         # The special token has no place inside a document; written out there, it is text like any other.

@@ -158,8 +158,6 @@ class Trainer:
         self.reporter.advance(state.step, f"loss {loss:.4f}  {speed:,.0f} tok/s  {best}")
         interval = min(config.log_interval, max(1, config.max_steps // 20))
         if state.step % interval == 0 or state.step == 1:
-            if self.metrics:
-                self.metrics.flush()
             self.reporter.say(
                 f"step {state.step:,}/{config.max_steps:,} | loss {loss:.4f} | lr {rate:.3g} | "
                 f"grad norm {norm:.3f} | {speed:,.0f} tok/s"

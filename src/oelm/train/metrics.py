@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,20 @@ class Metrics:
         self._file = open(path, "ab")  # noqa: SIM115  # lives as long as the run
         from tensorboardX import SummaryWriter
 
+        self._flushed = 0.0
         self._board = SummaryWriter(str(path.parent), flush_secs=10)
 
     def write(self, kind: str, step: int, **values: float | int | None) -> None:
         self._file.write(json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n")
+        if time.monotonic() - self._flushed > 1:  # people watch this file
+            self.flush()
         for name in ("loss", "ppl", "bpb", "lr", "grad_norm"):
             if values.get(name) is not None and (kind != "train" or step % 10 == 0):
                 self._board.add_scalar(f"{kind}/{name}", values[name], step)
 
     def flush(self, sync: bool = False) -> None:
         self._file.flush()
+        self._flushed = time.monotonic()
         if sync:
             os.fsync(self._file.fileno())
 
