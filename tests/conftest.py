@@ -12,31 +12,10 @@ import pytest
 from oelm.cli import main
 from oelm.data.prepare import prepare
 
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "under",
-    "mat",
-    "tree",
-    "big",
-    "small",
-    "red",
-    "and",
-    "then",
-    "said",
-    "was",
-    "not",
-    "it",
-    "he",
-    "she",
-    "they",
-    "saw",
-]
+WORDS = (
+    "the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "big", "small", "red", "and", "then",
+    "said", "was", "not", "it", "he", "she", "they", "saw", "little", "house", "happy", "friend",
+)  # fmt: skip
 
 
 class Result(NamedTuple):

@@ -66,15 +66,17 @@ def disk_errors(doing: str, advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def lock_file(path: Path, refusal: str, note: str = "") -> Iterator[None]:
+def lock_file(path: Path, refusal: str, note: str = "", remove: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on `path` while inside; `refusal` is the error if another process holds it.
 
     The kernel drops the lock with the process, however it dies: there are no stale locks. `note` is
-    written into the file for people and for `oelm status`.
+    written into the file for people and for `oelm status`. `remove` leaves no file behind.
     """
     with open(path, "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_ino != os.stat(path).st_ino:  # removed by its last holder meanwhile
+                raise BlockingIOError
         except OSError:
             file.seek(0)
             holder = file.read(200).strip()
@@ -83,4 +85,8 @@ def lock_file(path: Path, refusal: str, note: str = "") -> Iterator[None]:
         file.truncate()
         file.write(note)
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            if remove:
+                path.unlink(missing_ok=True)

@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from oelm.data.sources import CORPORA, Piece, SourceFile, cut, documents, find_files, hash_text
+from oelm.data.sources import CORPORA, Piece, SourceFile, cut, documents, download, find_files, hash_text
 from oelm.data.tokenizer import TOKENIZER_FILE, Tokenizer, check_spec, load_tokenizer, train_bpe
 from oelm.data.tokens import META_FILE, SPLITS, data_root, read_meta
 from oelm.errors import UserError
@@ -103,15 +103,19 @@ def prepare(
         raise UserError(f"data set name {name!r}: use letters, digits, - and _")
     out = out or data_root() / name
     _refuse_to_replace(out, spec, force)
+    files = find_files(name, given)
     advice = "free some space or choose another place with --out; nothing was changed"
     with disk_errors(f"preparing {name}", advice), ExitStack() as stack:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        if not out.parent.exists():
+            out.parent.mkdir(parents=True)
+            stack.callback(_remove_if_empty, out.parent)
         work = out.parent / f".{out.name}.preparing"
-        stack.enter_context(lock_file(out.parent / f".{out.name}.lock", f"another prepare is writing {out}"))
+        refusal = f"another prepare is writing {out}"
+        stack.enter_context(lock_file(out.parent / f".{out.name}.lock", refusal, remove=True))
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         stack.callback(shutil.rmtree, work, ignore_errors=True)
-        files = find_files(name, given, work / "download")
+        files = files or download(name, work / "download")
         meta = _write_tokens(name, files, spec, work, workers or os.cpu_count() or 1, held_out, progress)
         shutil.rmtree(work / "download", ignore_errors=True)
         _put_in_place(work, out)
@@ -315,6 +319,11 @@ def _refuse_to_replace(out: Path, spec: str, force: bool) -> None:
         )
     if not force and meta is None and any(out.iterdir()):
         raise UserError(f"{out} holds token files without {META_FILE}: choose another --out, or replace with --force")
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _put_in_place(work: Path, out: Path) -> None:

@@ -59,15 +59,15 @@ class Piece:
     """Bytes; for Parquet, row groups."""
 
 
-def find_files(name: str, given: list[Path], cache: Path) -> list[SourceFile]:
-    """The files of corpus `name`: the given ones, the standard library, or a download from the hub."""
+def find_files(name: str, given: list[Path]) -> list[SourceFile]:
+    """The files of corpus `name` that are here: the given ones or the standard library; none if it is on the hub."""
     if given:
         return _local_files(given)
     if name == "python-stdlib":
         return _stdlib_files()
     if name not in CORPORA:
         raise UserError(f"unknown data set {name}: {nearest(name, CORPORA)}; for your own text add --from PATH")
-    return _download(name, CORPORA[name], cache)
+    return []
 
 
 def cut(file: SourceFile) -> list[Piece]:
@@ -207,32 +207,33 @@ _WHOLE_FILES = {".py", ".md", ".rst", ".c", ".h", ".tex"}
 
 
 def _local_files(given: list[Path]) -> list[SourceFile]:
-    paths: list[Path] = []
+    paths: list[tuple[Path, Path]] = []
+    """Each file with the part of its path that names its split."""
     for path in given:
         if path.is_dir():
             known = {*_FORMATS, *_WHOLE_FILES}
             inside = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in known)
             if not inside:
                 raise UserError(f"no text in folder {path}: expected files ending in {' '.join(sorted(known))}")
-            paths += inside
+            paths += [(file, file.relative_to(path)) for file in inside]
         elif path.is_file():
-            paths.append(path)
+            paths.append((path, Path(path.name)))
         else:
             raise UserError(f"no such file or folder: {path}")
     sources = []
-    for path in paths:
+    for path, named in paths:
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty")
-        sources.append(SourceFile(path, _split_of(path), _format_of(path)))
+        sources.append(SourceFile(path, _split_of(named), _format_of(path)))
     if not any(source.split == "train" for source in sources):
-        names = ", ".join(path.name for path in paths[:5])
+        names = ", ".join(str(named) for _, named in paths[:5])
         raise UserError(f"no training text: {names} are all named as validation or test files")
     return sources
 
 
-def _split_of(path: Path) -> str:
-    """From a word in the file's or its folder's name: tinystories_valid.txt is validation."""
-    for name in (path.stem, path.parent.name):
+def _split_of(named: Path) -> str:
+    """From a word in the file's name or a folder's: tinystories_valid.txt and valid/part-1.txt are validation."""
+    for name in (named.stem, *reversed(named.parent.parts)):
         for word in re.split(r"[^a-z]+", name.lower()):
             if word in _SPLIT_WORDS:
                 return _SPLIT_WORDS[word]
@@ -272,8 +273,9 @@ def _stdlib_files() -> list[SourceFile]:
     return files
 
 
-def _download(name: str, corpus: Corpus, cache: Path) -> list[SourceFile]:
+def download(name: str, cache: Path) -> list[SourceFile]:
     """Bring a corpus from the hub to local files, which are then read like any others."""
+    corpus = CORPORA[name]
     try:
         import datasets
     except ImportError:
@@ -300,7 +302,7 @@ def _download(name: str, corpus: Corpus, cache: Path) -> list[SourceFile]:
         else:
             path = cache / f"{split}.parquet"
             rows.select_columns(["text"]).to_parquet(str(path))
-        files.append(SourceFile(path, _split_of(path), _format_of(path)))
+        files.append(SourceFile(path, _split_of(Path(path.name)), _format_of(path)))
     return files
 
 

@@ -37,8 +37,8 @@ class GPT(nn.Module):
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.positions = nn.Embedding(config.seq_len, config.d_model)
+        self.tokens = _embedding(config.vocab_size, config.d_model)
+        self.positions = _embedding(config.seq_len, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.d_model)
         self.dropout = nn.Dropout(config.dropout)
@@ -79,6 +79,11 @@ class GPT(nn.Module):
             for role in ("q", "k"):
                 frame = draw_frame(config.frames, config.num_heads, config.d_model, layer, role, seed)
                 getattr(block.attention, role).weight.copy_(frame)
+
+
+def _embedding(rows: int, columns: int) -> nn.Embedding:
+    """An embedding without torch's own draw, which on the meta device would import the whole compiler."""
+    return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
 
 
 def build_gpt(config: RunConfig, device: torch.device | str = "cpu") -> GPT:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -85,7 +86,7 @@ def load(path: Path) -> Checkpoint:
             load_file(path / "optimizer.safetensors"),
             json.loads((path / "state.json").read_text()),
         )
-    except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 

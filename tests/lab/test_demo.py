@@ -1,0 +1,18 @@
+from oelm.lab import demo as demo_module
+
+
+def test_the_demo_ends_in_a_table_with_verdicts(oelm, tmp_path, monkeypatch):
+    """The shipped plan cut to a few steps of a smaller model."""
+    text = demo_module.DEMO_PLAN.read_text()
+    short = tmp_path / "short.toml"
+    short.write_text(text.replace("max_steps = 120", "max_steps = 3\nnum_layers = 1\nseq_len = 32\nd_model = 16"))
+    monkeypatch.setattr(demo_module, "DEMO_PLAN", short)
+    result = oelm("demo", "--out", tmp_path / "demo", "--slots", 2)
+    assert result.code == 0, result.err
+    for words in ("baseline", "oelm_v2", "oelm_random", "95 %", "step time", "frozen", "verdict"):
+        assert words in result.out
+    written = (tmp_path / "demo/summary.md").read_text()
+    assert written.count("\n| ") >= 3
+    assert any(verdict in written for verdict in ("PASS", "FAIL", "INCONCLUSIVE"))
+    again = oelm("demo", "--out", tmp_path / "demo")
+    assert "9 of 9 runs are already finished" in again.out

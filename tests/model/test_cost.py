@@ -1,0 +1,68 @@
+import pytest
+
+from oelm.arms import ARMS
+from oelm.config import resolve
+from oelm.model import cost
+from oelm.model.gpt import build_gpt
+
+
+def test_parameters_of_medium_512_to_the_last_one():
+    table = {part.name: part.total for part in cost.parts(resolve({}))}
+    assert table == {
+        "token embedding": 50_257 * 512,
+        "position embedding": 512 * 512,
+        "norms": 6 * 4 * 512 + 2 * 512,
+        **{f"attention {role}": 6 * 512 * 512 for role in "qkvo"},
+        "ffn": 6 * (2 * 512 * 2048 + 2048 + 512),
+    }
+    assert sum(table.values()) == 44_896_768
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_frozen_arms_freeze_3145728_parameters_of_medium_512(arm):
+    frozen = sum(part.frozen for part in cost.parts(resolve({"model_type": arm})))
+    assert frozen == (12 * 262_144 if ARMS[arm].freeze == "qk" else 0)
+
+
+def test_checkpoints_are_of_the_published_sizes():
+    mib = {arm: cost.checkpoint_bytes(resolve({"model_type": arm}))["checkpoint"] / 2**20 for arm in ARMS}
+    assert mib["baseline"] == pytest.approx(513.8, abs=0.05)
+    assert mib["oelm_v2"] == pytest.approx(477.8, abs=0.05)
+
+
+def test_flops_of_medium_512():
+    assert cost.flops(resolve({})).step == pytest.approx(286.5e6, rel=1e-3)
+    assert cost.flops(resolve({}), causal=True).step == pytest.approx(277e6, rel=1e-3)
+    saved = cost.flops(resolve({})).step - cost.flops(resolve({"model_type": "oelm_v2"})).step
+    assert saved == 2 * 3_145_728
+
+
+def test_bounds_on_what_freezing_can_save():
+    bounds = cost.freezing_bounds(resolve({"model_type": "oelm_v2"}))
+    assert bounds["no_qk_weight_gradient"] == pytest.approx(1.022, abs=5e-4)
+    assert bounds["free_qk_projection"] == pytest.approx(1.071, abs=5e-4)
+    # BERT-base at 128 tokens has no output head over the vocabulary.
+    bert = resolve(dict(d_model=768, num_layers=12, num_heads=12, d_ff=3072, seq_len=128, vocab_size=1))
+    assert cost.freezing_bounds(bert)["no_qk_weight_gradient"] == pytest.approx(1.057, abs=5e-4)
+    assert cost.freezing_bounds(bert)["free_qk_projection"] == pytest.approx(1.194, abs=5e-4)
+
+
+def test_activation_memory_is_what_a_real_forward_pass_keeps():
+    import torch
+
+    config = resolve({"preset": "tiny", "model_type": "oelm_v2"})
+    model, kept = build_gpt(config), {}
+    weights = {p.data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.endswith(("q.weight", "k.weight")))
+    x = torch.zeros(config.batch_size, config.seq_len, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = model(x, x.clone())
+    loss.backward()
+    assert cost.activation_bytes(config) == pytest.approx(sum(kept.values()), rel=0.02)

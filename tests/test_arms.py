@@ -1,0 +1,13 @@
+from oelm.arms import ARMS
+
+
+def test_the_published_arms_and_their_controls():
+    kinds = {name: (arm.frames, arm.freeze) for name, arm in ARMS.items()}
+    assert kinds == {
+        "baseline": ("normal", "none"),
+        "oelm_v2": ("orthogonal", "qk"),
+        "oelm_random": ("normal", "qk"),
+        "oelm_matched": ("matched", "qk"),
+        "oelm": ("global", "qk"),
+        "orthogonal": ("orthogonal", "none"),
+    }

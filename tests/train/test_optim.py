@@ -1,0 +1,59 @@
+import math
+
+import pytest
+import torch
+
+from oelm.config import resolve
+from oelm.model import freeze
+from oelm.model.gpt import build_gpt
+from oelm.train.optim import build_optimizer, learning_rate, optimizer_tensors
+
+
+def rates(**settings):
+    config = resolve({"max_steps": 100, "warmup_steps": 10, "max_lr": 1.0, "min_lr": 0.1, **settings})
+    return [learning_rate(config, step) for step in range(100)]
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak():
+    for schedule in ("cosine", "constant", "wsd"):
+        assert rates(schedule=schedule)[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+        assert rates(schedule=schedule)[10] == pytest.approx(1.0)
+
+
+def test_cosine_passes_its_middle_and_ends_near_the_minimum():
+    values = rates()
+    assert values[55] == pytest.approx(0.55)  # half way from 10 to 100: the mean of peak and minimum
+    assert values[99] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 89 / 90)))
+    assert values[10:] == sorted(values[10:], reverse=True)
+
+
+def test_constant_stays_and_wsd_decays_in_the_last_fifth():
+    assert set(rates(schedule="constant")[10:]) == {1.0}
+    values = rates(schedule="wsd")
+    assert set(values[10:81]) == {1.0}
+    assert values[90] == pytest.approx(0.55)
+
+
+def test_no_warm_up_and_a_warm_up_longer_than_the_run():
+    assert rates(warmup_steps=0)[0] == 1.0
+    assert max(rates(warmup_steps=1000)) == pytest.approx(0.1)
+
+
+def test_frozen_parameters_are_in_no_group_and_get_no_state():
+    config = resolve({"preset": "tiny", "model_type": "oelm_v2"})
+    model = build_gpt(config)
+    frozen = set(freeze.apply(model, config))
+    optimizer = build_optimizer(model, config, torch.device("cpu"))
+    x = torch.zeros(2, 8, dtype=torch.long)
+    model(x, x).backward()
+    optimizer.step()
+    names = {key.rpartition("/")[0] for key in optimizer_tensors(model, optimizer)}
+    assert names == {name for name, _ in model.named_parameters()} - frozen
+    assert all(model.get_parameter(name).grad is None for name in frozen)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    config = resolve({"preset": "tiny", "weight_decay": 0.3})
+    optimizer = build_optimizer(build_gpt(config), config, torch.device("cpu"))
+    for group in optimizer.param_groups:
+        assert {p.ndim > 1 for p in group["params"]} == {group["weight_decay"] == 0.3}
