@@ -5,7 +5,7 @@ def test_the_demo_ends_in_a_table_with_verdicts(oelm, tmp_path, monkeypatch):
     """The shipped plan cut to a few steps of a smaller model."""
     text = demo_module.DEMO_PLAN.read_text()
     short = tmp_path / "short.toml"
-    short.write_text(text.replace("max_steps = 120", "max_steps = 3\nnum_layers = 1\nseq_len = 32\nd_model = 16"))
+    short.write_text(text.replace("max_steps = 400", "max_steps = 3\nnum_layers = 1\nseq_len = 32\nd_model = 16"))
     monkeypatch.setattr(demo_module, "DEMO_PLAN", short)
     result = oelm("demo", "--out", tmp_path / "demo", "--slots", 2)
     assert result.code == 0, result.err
