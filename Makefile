@@ -1,35 +1,42 @@
-# make setup | demo | test | lint | kill-loop ; each installs what it needs into .venv first.
+# make demo | test | lint | setup | kill-loop; each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+CORE   := $(VENV)/.installed
+DEV    := $(VENV)/.installed-dev
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test lint check clean kill-loop
+.PHONY: setup demo test lint kill-loop clean
 
-setup: $(STAMP)
+setup: $(CORE)
 
-# The stamp is newer than the two files that decide what is installed: nothing changed, nothing to do.
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "oelm needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+# A stamp is newer than the two files that decide what is installed: nothing changed, nothing to do.
+$(CORE): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "oelm needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	@echo "Installing oelm into $(VENV) (some minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PIP) -e .
 	@touch $@
 
-demo: $(STAMP)
+$(DEV): $(CORE)
+	@echo "Installing the test tools into $(VENV)"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(CORE)
 	@$(BIN)/oelm demo
 
-test: $(STAMP)
+test: $(DEV)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: test lint
-
 # Long reliability programme: kill -9 and SIGTERM at random times, then compare the bits.
-kill-loop: $(STAMP)
+kill-loop: $(DEV)
 	@$(BIN)/python -m tests.programmes.kill_resume --kills 40 --terms 20
 
 clean:

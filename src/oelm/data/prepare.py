@@ -8,7 +8,6 @@ which are appended in order.
 
 import hashlib
 import multiprocessing
-import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from oelm.data.tokenizer import TOKENIZER_FILE, Tokenizer, check_spec, load_toke
 from oelm.data.tokens import META_FILE, SPLITS, data_root, read_meta
 from oelm.errors import UserError
 from oelm.files import disk_errors, fsync_file, fsync_folder, lock_file, write_atomic, write_json
+from oelm.machine import cores
 
 BPE_SAMPLE_BYTES = 48 << 20
 HELD_OUT_BYTES = 4 << 20
@@ -116,7 +116,7 @@ def prepare(
         work.mkdir()
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         files = files or download(name, work / "download")
-        meta = _write_tokens(name, files, spec, work, workers or os.cpu_count() or 1, held_out, progress)
+        meta = _write_tokens(name, files, spec, work, workers or cores(), held_out, progress)
         shutil.rmtree(work / "download", ignore_errors=True)
         _put_in_place(work, out)
     return meta

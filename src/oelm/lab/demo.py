@@ -1,6 +1,5 @@
 """`oelm demo`: prepare, three arms x three seeds, verdict, on text that every machine has."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from oelm.lab.plan import Plan, load_plan
 from oelm.lab.queue import run_queue
 from oelm.lab.status import status
 from oelm.lab.verdict import ArmResult, as_rows, compare_arms
+from oelm.machine import cores
 
 DEMO_PLAN = Path(__file__).with_name("demo.toml")
 HELD_OUT = 0.02
@@ -38,7 +38,7 @@ def demo(out: Path, slots: int = 0) -> None:
         with progress_bar() as progress:
             prepare("python-stdlib", [], None, data, held_out=HELD_OUT, progress=progress)
     plan = load_plan(DEMO_PLAN, out / "runs", data_path=str(data))
-    slots = slots or max(1, min(4, os.cpu_count() or 1))
+    slots = slots or min(4, cores())
     todo = sum(status(run.config).state != "finished" for run in plan.runs)
     if todo < len(plan.runs):
         console.print(f"{len(plan.runs) - todo} of {len(plan.runs)} runs are already finished in {out}")

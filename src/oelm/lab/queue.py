@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from oelm.lab.plan import Plan, PlannedRun
+from oelm.machine import cores
 from oelm.train.folder import RunFolder
 
 POLL_SECONDS = 0.25
@@ -35,7 +36,7 @@ def run_queue(plan: Plan, slots: int, watch: Callable[[], None] = lambda: None) 
     queue goes on where it was.
     """
     waiting = [run for run in plan.runs if not RunFolder(run.config.folder).finished()]
-    threads = max(1, (os.cpu_count() or 1) // slots)
+    threads = max(1, cores() // slots)
     working: list[Worker] = []
     failures: dict[str, str] = {}
     try:

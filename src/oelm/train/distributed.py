@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oelm.errors import UserError
+from oelm.machine import cores
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def join(device: str, threads: int) -> Iterator[World]:
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     place = pick_device(device, local_rank)
-    torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local_size))
+    torch.set_num_threads(threads or max(1, cores() // local_size))
     if size == 1:
         yield World(0, 1, place)
         return

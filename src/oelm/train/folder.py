@@ -11,20 +11,16 @@ No torch here: a folder is claimed, refused or read before torch is imported.
 import fcntl
 import json
 import os
-import platform
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from oelm.config import OPERATIONAL, RunConfig, load_toml, resolve
 from oelm.errors import UserError
 from oelm.files import disk_errors, lock_file, write_atomic
+from oelm.machine import now
 
 
 class RunFolder:
@@ -121,34 +117,6 @@ def unfinished(folder: RunFolder) -> str:
         f"{folder.path} holds an unfinished run at step {folder.last_step():,} of {folder.config().max_steps:,}: "
         "add --resume to continue it, or choose another --out_dir"
     )
-
-
-def now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def describe_machine() -> dict[str, Any]:
-    """Where a part of a run was computed; the promise of equal bits holds while this stays the same."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "process_started": psutil.Process().create_time(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "started": now(),
-        "clock": time.time(),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-        return names[0] if names else platform.processor()
-    except OSError:
-        return platform.processor()
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -12,7 +12,8 @@ from oelm.data.tokenizer import TOKENIZER_FILE
 from oelm.data.tokens import TokenData, check_data, open_data
 from oelm.errors import RunFailed, Stopped, UserError
 from oelm.files import write_json
-from oelm.train.folder import RunFolder, claim, describe_machine, now
+from oelm.machine import describe, now
+from oelm.train.folder import RunFolder, claim
 
 
 def train(config: RunConfig, resume: bool = False, vocab_is_set: bool = False) -> RunFolder:
@@ -41,7 +42,7 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
 
     with join(config.device, config.threads) as world:
         reporter = Reporter(folder.log if world.leads else None)
-        machine = describe_machine()
+        machine = describe()
         try:
             if world.leads:
                 _copy_tokenizer(data, folder)
