@@ -3,8 +3,8 @@
     OELM_SHARED=../shared python bench/prepare_throughput.py --gb 1
 
 Repeats real documents, each with a running number so that none is a duplicate, until the corpus has the
-wanted size; prepares it with GPT-2 BPE while sampling the resident memory of all processes; then encodes
-the same documents in a plain single-threaded loop, in slices before and after, and compares the tokens.
+wanted size; prepares it with GPT-2 BPE, several times, with a plain single-threaded loop before and after
+each, while sampling the resident memory of all processes; then compares the tokens with a plain loop's.
 """
 
 import argparse
@@ -73,52 +73,49 @@ def check_tokens(texts: Iterator[str], out: Path) -> bool:
     return at == len(tokens)
 
 
+def prepare(files: list[str], out: Path) -> tuple[float, int]:
+    """Seconds and peak resident bytes of one `oelm prepare`."""
+    command = [sys.executable, "-m", "oelm", "prepare", "big", "--from", *files, "--tokenizer", "gpt2", "--json"]
+    memory: list[int] = []
+    done = threading.Event()
+    begin = time.perf_counter()
+    process = subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL)
+    threading.Thread(target=sample_memory, args=(process.pid, memory, done), daemon=True).start()
+    if process.wait():
+        sys.exit("oelm prepare failed")
+    done.set()
+    return time.perf_counter() - begin, max(memory)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     root, size = Path(os.environ["OELM_SHARED"]), int(options.gb * 1e9)
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(root / "tiktoken_cache"))
+    cores = os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as folder:
-        source, out = Path(folder, "train.txt"), Path(folder, "out")
-        with open(source, "w", encoding="utf-8") as file:
+        out = Path(folder, "out")
+        files = [str(Path(folder, f"{name}.txt")) for name in ("train", "valid", "test")]
+        with open(files[0], "w", encoding="utf-8") as file:
             for text in corpus(root, size):
                 file.write(text + "\n<|endoftext|>\n")
-        for split in ("valid", "test"):
-            Path(folder, f"{split}.txt").write_text(f"a {split} document\n")
-        documents = real_documents(root)
-        rates = [plain_rate(documents)]
-        files = [str(Path(folder, f"{name}.txt")) for name in ("train", "valid", "test")]
-        command = [
-            sys.executable,
-            "-m",
-            "oelm",
-            "prepare",
-            "big",
-            "--from",
-            *files,
-            "--tokenizer",
-            "gpt2",
-            "--out",
-            out,
-        ]
-        memory: list[int] = []
-        done = threading.Event()
-        begin = time.perf_counter()
-        process = subprocess.Popen([str(word) for word in command])
-        threading.Thread(target=sample_memory, args=(process.pid, memory, done), daemon=True).start()
-        if process.wait():
-            sys.exit("oelm prepare failed")
-        seconds = time.perf_counter() - begin
-        done.set()
-        rates.append(plain_rate(documents))
+        for path in files[1:]:
+            Path(path).write_text(f"the only document of {Path(path).stem}\n")
+        sample = list(corpus(root, 60_000_000))
+        singles, ratios, peak = [plain_rate(sample)], [], 0
+        for _ in range(options.rounds):
+            seconds, memory = prepare(files, out)
+            singles.append(plain_rate(sample))
+            ratios.append(size / seconds / (cores * (singles[-2] + singles[-1]) / 2))
+            peak = max(peak, memory)
+            print(f"{size / seconds / 1e6:.1f} MB/s, single thread {singles[-1] / 1e6:.1f}: {ratios[-1]:.2f} x {cores}")
         equal = check_tokens(corpus(root, size), out)
-    cores, single = os.cpu_count() or 1, sum(rates) / len(rates)
-    rate = size / seconds
     print(
-        f"{size / 1e9:.2f} GB in {seconds:.1f} s = {rate / 1e6:.1f} MB/s | single-thread tiktoken "
-        f"{rates[0] / 1e6:.1f} before, {rates[1] / 1e6:.1f} after | {rate / (cores * single):.2f} x {cores} cores | "
-        f"peak memory {max(memory) / 1e9:.2f} GB | tokens {'equal' if equal else 'DIFFER'}"
+        f"{size / 1e9:.2f} GB, {options.rounds} rounds: {np.median(ratios):.2f} x {cores} cores x single-thread "
+        f"tiktoken ({min(ratios):.2f} to {max(ratios):.2f}) | peak memory {peak / 1e9:.2f} GB | "
+        f"tokens {'equal' if equal else 'DIFFER'}"
     )
 
 

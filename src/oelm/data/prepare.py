@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from oelm.data.sources import CORPORA, Piece, SourceFile, cut, documents, download, find_files, hash_text
+from oelm.data.sources import CORPORA, Piece, SourceFile, cut, documents, download, find_files, hash_texts
 from oelm.data.tokenizer import TOKENIZER_FILE, Tokenizer, check_spec, load_tokenizer, train_bpe
 from oelm.data.tokens import META_FILE, SPLITS, data_root, read_meta
 from oelm.errors import UserError
@@ -44,29 +44,25 @@ class Rules:
     drawn: dict[str, float] = field(default_factory=dict)
     """Share of the training documents to draw for the splits that were not given."""
 
-    def split_of(self, source_split: str, content: int) -> str | None:
-        """None: the document already stands in another split and is dropped here."""
-        if source_split == "val":
-            return "val"
-        if self._stands_in("val", content):
-            return None
-        if source_split == "test":
-            return "test"
-        if self._stands_in("test", content):
-            return None
-        place, edge = content / 2**64, 0.0
-        for split, share in self.drawn.items():
-            edge += share
-            if place < edge:
-                return split
-        return "train"
+    def splits_of(self, source_split: str, hashes: np.ndarray) -> list[str]:
+        """The split of each document; "" for one that already stands in another split and is dropped here."""
+        splits = np.full(len(hashes), source_split, dtype=object)
+        if source_split == "train":
+            place, edge = hashes / 2.0**64, 0.0
+            for split, share in self.drawn.items():
+                splits[(edge <= place) & (place < edge + share)] = split
+                edge += share
+            splits[self._stand_in("test", hashes)] = ""
+        if source_split != "val":
+            splits[self._stand_in("val", hashes)] = ""
+        return splits.tolist()
 
-    def _stands_in(self, split: str, content: int) -> bool:
-        hashes = self.given.get(split)
-        if hashes is None or not len(hashes):
-            return False
-        at = np.searchsorted(hashes, np.uint64(content))
-        return bool(at < len(hashes) and hashes[at] == np.uint64(content))
+    def _stand_in(self, split: str, hashes: np.ndarray) -> np.ndarray:
+        known = self.given.get(split, np.empty(0, np.uint64))
+        if not len(known):
+            return np.zeros(len(hashes), dtype=bool)
+        at = np.searchsorted(known, hashes).clip(max=len(known) - 1)
+        return known[at] == hashes
 
 
 @dataclass
@@ -184,8 +180,9 @@ def _shares(sizes: dict[str, int], held_out: float | None) -> dict[str, float]:
 
 
 def _content_hashes(pieces: list[Piece]) -> np.ndarray:
-    hashes = (hash_text(text) for piece in pieces for text in documents(piece) if text)
-    return np.unique(np.fromiter(hashes, dtype=np.uint64))
+    """Sorted, once each."""
+    parts = [hash_texts([text.encode() for text in documents(piece) if text]) for piece in pieces]
+    return np.unique(np.concatenate(parts))
 
 
 def _tokenizer(spec: str, pieces: list[Piece], rules: Rules, work: Path, progress: Progress) -> Tokenizer:
@@ -203,8 +200,10 @@ def _training_texts(pieces: list[Piece], rules: Rules, total: int, progress: Pro
     stride = max(1, round(budget / total))
     seen = 0
     for piece in pieces[::stride]:
-        for text in documents(piece):
-            if text and rules.split_of(piece.file.split, hash_text(text)) == "train":
+        texts = [text for text in documents(piece) if text]
+        splits = rules.splits_of(piece.file.split, hash_texts([text.encode() for text in texts]))
+        for text, split in zip(texts, splits, strict=True):
+            if split == "train":
                 seen += len(text)
                 progress("training the tokenizer on", min(seen, total), total)
                 yield text
@@ -277,29 +276,23 @@ def _encode_batch(batch: list[Piece]) -> list[PieceResult]:
 
 def _encode_piece(piece: Piece) -> PieceResult:
     tokenizer, rules, dtype = _worker
-    ids: dict[str, list[np.ndarray]] = {}
+    everything = list(documents(piece))
+    texts = [text for text in everything if text]
+    raw = [text.encode() for text in texts]
+    hashes = hash_texts(raw)
+    splits = rules.splits_of(piece.file.split, hashes)
+    end: np.ndarray = np.array([tokenizer.end_of_text], dtype=dtype)
+    arrays: dict[str, list[np.ndarray]] = {}
     parts: dict[str, SplitPart] = {}
-    dropped = empty = 0
-    digest = hashlib.sha256()
-    for text in documents(piece):
-        if not text:
-            empty += 1
-            continue
-        raw = text.encode()
-        digest.update(raw)
-        split = rules.split_of(piece.file.split, hash_text(text))
-        if split is None:
-            dropped += 1
-            continue
-        tokens = tokenizer.encode(text)
-        tokens.append(tokenizer.end_of_text)
-        ids.setdefault(split, []).append(np.array(tokens, dtype=dtype))
-        part = parts.setdefault(split, SplitPart())
-        part.documents += 1
-        part.text_bytes += len(raw)
-    for split, arrays in ids.items():
-        parts[split].tokens = np.concatenate(arrays).tobytes()
-    return PieceResult(parts, dropped, empty, digest.digest())
+    for text, size, split in zip(texts, map(len, raw), splits, strict=True):
+        if split:
+            arrays.setdefault(split, []).extend((tokenizer.encode_array(text), end))
+            part = parts.setdefault(split, SplitPart())
+            part.documents += 1
+            part.text_bytes += size
+    for split, part in parts.items():
+        part.tokens = np.concatenate(arrays[split]).astype(dtype).tobytes()
+    return PieceResult(parts, splits.count(""), len(everything) - len(texts), hashlib.sha256(hashes.tobytes()).digest())
 
 
 def _refuse_to_replace(out: Path, spec: str, force: bool) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from oelm.data.tokenizer import END_OF_TEXT
 from oelm.errors import UserError, nearest
 
@@ -306,6 +308,7 @@ def download(name: str, cache: Path) -> list[SourceFile]:
     return files
 
 
-def hash_text(text: str) -> int:
-    """64-bit content hash: decides the split of a document and finds it again in another."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def hash_texts(texts: list[bytes]) -> np.ndarray:
+    """64-bit content hashes: they decide the split of a document and find it again in another."""
+    digests = b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts)
+    return np.frombuffer(digests, dtype="<u8")

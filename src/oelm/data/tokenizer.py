@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from oelm.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -20,10 +22,14 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same ids as an integer array, by the quickest way there is."""
+        return np.array(self.encode(text), dtype=np.uint32)
+
     def decode(self, ids: list[int]) -> str: ...
 
 
-class Gpt2Tokenizer:
+class Gpt2Tokenizer(Tokenizer):
     """The published 50,257-token vocabulary. Special tokens in the text are text."""
 
     name = "gpt2"
@@ -42,13 +48,18 @@ class Gpt2Tokenizer:
         self.hash = hashlib.sha256(b"".join(token + b"\n" for token, _ in ranks)).hexdigest()
         self.vocab_size = self._encoding.n_vocab
         self.end_of_text = self._encoding.eot_token
-        self.encode = self._encoding.encode_ordinary
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
 
 
-class BpeTokenizer:
+class BpeTokenizer(Tokenizer):
     """Byte-level BPE from a `tokenizer.json` of the tokenizers library."""
 
     def __init__(self, serialised: str) -> None:
@@ -77,7 +88,7 @@ class BpeTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes and an end-of-text token: 257 ids, nothing to learn or to download."""
 
     name = "bytes"
@@ -87,6 +98,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, ids: list[int]) -> str:
         ends = [END_OF_TEXT.encode() if i == self.end_of_text else bytes([i]) for i in ids]

@@ -124,7 +124,7 @@ def _sentences(results: list[ArmResult], plan: Plan) -> list[str]:
         lines.append(f"{r.arm}: {r.gap.verdict}, it {means[r.gap.verdict]} (n = {r.gap.n}, test split, final step).")
     lines.append(
         f"A demonstration of the method: {seeds} seeds, {config.max_steps * config.tokens_per_step:,} tokens, one "
-        f"learning rate ({config.max_lr:g}) for all arms. Short runs exaggerate gaps."
+        f"learning rate ({config.max_lr:g}) for all arms. Runs this short say little about longer ones."
     )
     lines.append(
         "baseline and oelm_random start Q/K at std 0.02, oelm_v2 at 1/sqrt(d_model): their differences mix scale, "
