@@ -6,9 +6,13 @@ CORE   := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test lint kill-loop clean
+.PHONY: setup hf demo test lint kill-loop kill-queue same-folder clean
 
 setup: $(CORE)
+
+# Data sets from the Hugging Face hub, Parquet files, transformers.
+hf: $(CORE)
+	@$(PIP) -e '.[hf]'
 
 # A stamp is newer than the two files that decide what is installed: nothing changed, nothing to do.
 $(CORE): pyproject.toml constraints.txt
@@ -38,6 +42,13 @@ lint: $(DEV)
 # Long reliability programme: kill -9 and SIGTERM at random times, then compare the bits.
 kill-loop: $(DEV)
 	@$(BIN)/python -m tests.programmes.kill_resume --kills 40 --terms 20
+
+# A 24-run plan whose queue and workers are killed 60 times; 200 rounds of 8 starts into one folder.
+kill-queue: $(DEV)
+	@$(BIN)/python -m tests.programmes.kill_queue --runs 24 --kills 60
+
+same-folder: $(DEV)
+	@$(BIN)/python -m tests.programmes.same_folder --rounds 200 --starts 8
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache

@@ -18,6 +18,8 @@ and find out honestly what that costs.
   oelm demo                                          the whole story in five minutes, no download
   oelm prepare tinystories --from stories/           text to token files
   oelm train --model_type oelm_v2 --preset pocket    train one arm
+  oelm run plans/pocket.toml                         a plan of many runs, queued and resumed
+  oelm status                                        where they are
   oelm inspect --model_type oelm_v2                  parameters, FLOPs, memory, bounds
   oelm generate outputs/RUN --prompt "Once upon"     sample from a run
 """
@@ -59,12 +61,15 @@ def _run(argv: list[str]) -> int:
     if not argv:
         parser.print_help()
         return 0
+    if not argv[0].startswith("-") and argv[0] not in verbs:
+        raise UserError(f"unknown verb {argv[0]}: {nearest(argv[0], verbs)}")
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         verb = verbs.get(getattr(known, "verb", None) or "", parser)
         flag = unknown[0].partition("=")[0]
         hint = nearest(flag, verb.flags()) if flag.startswith("--") else f"see {verb.prog} --help"
         raise UserError(f"unknown argument {unknown[0]}: {hint}")
+    known.argv = argv
     return known.run(known) or 0
 
 
@@ -141,7 +146,7 @@ def _train_verb(parser: Parser) -> None:
     Flags take dashes or underscores. Order: defaults < preset < arm < TOML file < flags.
     """
     parser.add_argument("config", nargs="?", type=Path, metavar="FILE.toml", help="settings, by the names of the flags")
-    resume = "continue an unfinished run (RUN, or the one in --out_dir) from its newest checkpoint"
+    resume = "continue an unfinished run (RUN, or the one in --out_dir); auto: if there is one, else start"
     parser.add_argument("--resume", nargs="?", const="", metavar="RUN", help=resume)
     parser.usage = "oelm train [FILE.toml] [--resume [RUN]] [--SETTING VALUE ...]"
     _add_config_flags(parser)
@@ -155,22 +160,30 @@ def _train(options: argparse.Namespace) -> int:
     flags, resume = _given(options), options.resume is not None
     if options.resume and options.resume.endswith(".toml"):
         options.config = Path(options.resume)
-    elif options.resume:
+    elif options.resume and options.resume != "auto":
         flags["out_dir"] = options.resume
         RunFolder(Path(options.resume)).config()
     file = load_toml(options.config) if options.config else {}
     folder = RunFolder(resolve(flags, file).folder)
+    if resume and options.resume != "auto" and not folder.config_file.exists():
+        raise UserError(f"{folder.path} holds no run to resume: leave --resume out to start one, or name its folder")
     held = folder.config_file.exists() and not folder.finished() and not folder.alive()
-    if held and not resume and sys.stdin.isatty() and sys.stdout.isatty():
+    alone = "RANK" not in os.environ and sys.stdin.isatty() and sys.stdout.isatty()
+    if held and not resume and alone:
         print(unfinished(folder).partition(": add")[0])
-        resume = input("Continue it? [Y/n] ").strip().lower() in ("", "y", "yes")
+        if input("Continue it? [Y/n] ").strip().lower() not in ("", "y", "yes"):
+            print("left as it is")
+            return 0
+        resume = True
     if resume and held and not options.config:
         file = {**load_toml(folder.config_file), "out_dir": str(folder.path)}
 
     from oelm.train.run import train
 
     try:
-        train(resolve(flags, file), resume, vocab_is_set="vocab_size" in {**file, **flags})
+        other_data = any(flags.get(key, file.get(key)) != file.get(key) for key in ("dataset", "data_path"))
+        vocab_is_set = "vocab_size" in flags or ("vocab_size" in file and not other_data)
+        train(resolve(flags, file), resume, vocab_is_set)
     except Stopped as stop:
         return 128 + stop.number
     except RunFailed as error:
@@ -188,18 +201,22 @@ def _inspect_verb(parser: Parser) -> None:
     """
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--arms", action="store_true", help="list the arms")
+    parser.add_argument("config", nargs="?", type=Path, metavar="FILE.toml|RUN", help="settings, or a run folder")
     _add_config_flags(parser)
+    parser.usage = "oelm inspect [FILE.toml|RUN] [--json] [--arms] [--SETTING VALUE ...]"
     parser.set_defaults(run=_inspect)
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from oelm.config import resolve
+    from oelm.config import load_toml, resolve
     from oelm.inspect import show_arms, show_cost
 
     if options.arms:
         show_arms()
-    else:
-        show_cost(resolve(_given(options)), as_json=options.json)
+        return
+    path = options.config
+    file = load_toml(path / "config.toml" if path.is_dir() else path) if path else {}
+    show_cost(resolve(_given(options), file), as_json=options.json)
 
 
 def _generate_verb(parser: Parser) -> None:
@@ -241,6 +258,132 @@ def _generate(options: argparse.Namespace) -> None:
     print()
 
 
+def _run_verb(parser: Parser) -> None:
+    """Work through a plan of runs: queued, resumed, retried; here or on Slurm.
+
+    oelm run plans/phase3.toml --dry-run                     what it would do, and what is missing
+    oelm run plans/phase3.toml --gpus auto --detach          whenever a shared GPU is free
+    oelm run plans/phase3.toml --only GPT-01,GPT-02 --gpus 2,3
+    oelm run plans/pocket.toml --slots 2                     two side by side on the CPU
+    oelm run plans/phase3.toml --on slurm --partition gpu --time 720 --gres gpu:1
+
+    Finished runs are skipped, unfinished ones resumed: the same command goes on where it was.
+    """
+    parser.add_argument("plan", type=Path, metavar="PLAN.toml", help="see plans/ for examples")
+    parser.add_argument("--dry_run", action="store_true", help="check and print everything, start nothing")
+    parser.add_argument("--only", default="", metavar="ID,ID", help="only these runs")
+    parser.add_argument(
+        "--gpus", metavar="auto|2,3", help="GPUs to use, each when nobody else does; default: CPU slots"
+    )
+    parser.add_argument("--slots", type=int, default=0, metavar="N", help="runs side by side; default: half the cores")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the run folders go; default: what the plan says")
+    parser.add_argument("--detach", action="store_true", help="go on in the background, without this terminal")
+    parser.add_argument("--on", choices=["here", "slurm"], default="here", help="default here")
+    group = parser.add_argument_group("slurm")
+    group.add_argument("--partition", metavar="NAME")
+    group.add_argument(
+        "--time", type=int, dest="minutes", metavar="MINUTES", help="time limit of a job; it is requeued"
+    )
+    group.add_argument("--gres", metavar="gpu:1")
+    group.add_argument("--cpus", type=int, metavar="N", help="cores per job (default 1)")
+    group.add_argument("--mem", metavar="8G")
+    parser.set_defaults(run=_run_plan)
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    if not 0 <= options.slots <= 1024:
+        raise UserError(f"--slots {options.slots}: take 1 to 1024")
+    from oelm.lab import run
+
+    if options.dry_run:
+        run.show_dry_run(options.plan, options.out, options.only)
+        return 0
+    if options.on == "slurm":
+        keys = ("partition", "minutes", "gres", "cpus", "mem")
+        run.submit_plan(options.plan, options.out, options.only, {key: getattr(options, key) for key in keys})
+        return 0
+    if options.detach:
+        log = Path(options.out or "outputs") / f"{options.plan.stem}.queue.log"
+        run.detach([word for word in options.argv if word != "--detach"], log)
+        return 0
+    from oelm.lab.gpus import GpuPool, parse_gpus
+
+    gpus = GpuPool(parse_gpus(options.gpus)) if options.gpus else None
+    return 1 if run.run_plan(options.plan, options.out, options.only, options.slots, gpus) else 0
+
+
+def _status_verb(parser: Parser) -> None:
+    """Where the runs are: step, time left, loss, gap to the baseline at the same step.
+
+    oelm status                  runs below outputs/
+    oelm status DIR --watch      again every second
+    oelm status DIR --json
+    """
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("outputs"), metavar="DIR", help="default outputs/")
+    parser.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_status)
+
+
+def _status(options: argparse.Namespace) -> None:
+    from oelm.lab.watch import show_status
+
+    show_status(options.folder, options.watch, options.json)
+
+
+def _logs_verb(parser: Parser) -> None:
+    """Print a run's log.
+
+    oelm logs outputs/GPT-01_baseline -f
+    """
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on as the run does")
+    parser.set_defaults(run=_logs)
+
+
+def _logs(options: argparse.Namespace) -> None:
+    from oelm.lab.watch import show_log
+
+    show_log(options.run_dir, options.follow)
+
+
+def _stop_verb(parser: Parser) -> None:
+    """Ask runs to save and leave.
+
+    oelm stop outputs/GPT-01_baseline
+    oelm stop --all              every run below outputs/
+    """
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders; with --all, where to look")
+    parser.add_argument("--all", action="store_true", help="every run below the given folders, or outputs/")
+    parser.set_defaults(run=_stop)
+
+
+def _stop(options: argparse.Namespace) -> None:
+    from oelm.lab.watch import running_below, stop_runs
+
+    if not options.runs and not options.all:
+        raise UserError("which run? give its folder, or --all")
+    if options.all:
+        stop_runs([run for root in options.runs or [Path("outputs")] for run in running_below(root)])
+    else:
+        stop_runs(options.runs)
+
+
+def _compare_verb(parser: Parser) -> None:
+    """Compare the validation curves of runs, in a table and a chart.
+
+    oelm compare outputs/GPT-01_baseline outputs/GPT-02_oelm_freeze
+    """
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders; gaps are to the first")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from oelm.lab.watch import compare_runs
+
+    compare_runs(options.runs)
+
+
 def _demo_verb(parser: Parser) -> None:
     """The whole story on this machine: prepare, three arms x three seeds, verdict.
 
@@ -263,6 +406,11 @@ def _demo(options: argparse.Namespace) -> None:
 VERBS = {
     "prepare": _prepare_verb,
     "train": _train_verb,
+    "run": _run_verb,
+    "status": _status_verb,
+    "logs": _logs_verb,
+    "stop": _stop_verb,
+    "compare": _compare_verb,
     "inspect": _inspect_verb,
     "generate": _generate_verb,
     "demo": _demo_verb,
@@ -278,7 +426,7 @@ def _add_config_flags(parser: Parser) -> None:
     for fields in GROUPS:
         group = parser.add_argument_group((fields.__doc__ or "").lower())
         for name, field in fields.model_fields.items():
-            if name in shown:
+            if name in shown or name == "processes":  # torchrun's to set
                 continue
             shown.add(name)
             default = RunConfig.model_fields[name].default

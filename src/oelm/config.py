@@ -178,7 +178,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # What may change between the parts of an interrupted run without changing what it computes.
 OPERATIONAL = frozenset(
-    {"out_dir", "data_path", "save_interval", "keep_saves", "log_interval", "num_workers", "device",
+    {"out_dir", "data_path", "save_interval", "keep_saves", "log_interval", "num_workers", "device", "micro_batch",
      "threads", "compile", "use_amp"}
 )  # fmt: skip
 
@@ -189,7 +189,7 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
     Where a flag picks another arm or preset than the file, what the file's own arm or preset had
     brought along is dropped: `oelm train old/config.toml --model_type oelm_v2` is a whole oelm_v2.
     """
-    file = dict(file or {})
+    file = {key.replace("-", "_"): value for key, value in (file or {}).items()}
     for key in (*file, *flags):
         if key not in RunConfig.model_fields:
             raise UserError(f"unknown setting {key}: {nearest(key, RunConfig.model_fields)}")

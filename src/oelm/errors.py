@@ -13,7 +13,15 @@ class UserError(Exception):
 
 
 class RunFailed(Exception):
-    """A run cannot go on (a loss that is not finite, changed frozen bits); its last good checkpoint stands."""
+    """A run cannot go on; its last good checkpoint stands.
+
+    `retry` says what a queue can do about it: nothing (""; a loss that is not finite comes again), start it
+    again ("same"), or start it again with smaller micro-batches ("smaller").
+    """
+
+    def __init__(self, message: str, retry: str = "") -> None:
+        super().__init__(message)
+        self.retry = retry
 
 
 class Stopped(Exception):

@@ -135,7 +135,7 @@ def test_foreign_files_and_other_tokenizers_are_never_replaced(tmp_path):
 
 
 def test_too_few_documents_to_split_is_said(tmp_path):
-    with pytest.raises(UserError, match="1 documents are too few"):
+    with pytest.raises(UserError, match=r"1 document\(s\) are too few"):
         prepare("x", [write_jsonl(tmp_path / "a.jsonl", ["alone"])], "bytes", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

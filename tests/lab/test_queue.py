@@ -1,10 +1,21 @@
+import os
+import subprocess
+import sys
+import time
+
+import psutil
 import pytest
 
 from oelm.errors import UserError
-from oelm.lab.plan import Plan, PlannedRun
-from oelm.lab.queue import run_queue
-from oelm.lab.status import status
+from oelm.lab import queue as queue_module
+from oelm.lab.plan import Plan, PlannedRun, load_plan
+from oelm.lab.queue import Queue
+from oelm.lab.status import RunWatcher
 from oelm.lab.verdict import as_rows, compare_arms
+
+
+def state(run):
+    return RunWatcher(run.folder.path).look().state
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +32,15 @@ def plan(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(plan):
-    assert {status(run.config).state for run in plan.runs} == {"waiting"}
-    assert run_queue(plan, slots=2) == {}
+    assert {state(run) for run in plan.runs} == {"waiting"}
+    assert Queue(plan, slots=2).run() == {}
     return plan
 
 
 def test_every_run_is_finished_once_and_then_skipped(finished):
-    assert {status(run.config).state for run in finished.runs} == {"finished"}
+    assert {state(run) for run in finished.runs} == {"finished"}
     before = [(run.config.folder / "summary.json").stat().st_mtime_ns for run in finished.runs]
-    run_queue(finished, slots=2)
+    Queue(finished, slots=2).run()
     assert [(run.config.folder / "summary.json").stat().st_mtime_ns for run in finished.runs] == before
 
 
@@ -46,7 +57,7 @@ def test_the_table_compares_pairs(finished):
 
 def test_unlike_runs_are_not_compared(finished, data, tmp_path):
     odd = PlannedRun("odd", {**finished.runs[0].settings, "max_steps": 4, "seed": 9, "out_dir": str(tmp_path / "odd")})
-    assert run_queue(Plan([odd]), slots=1) == {}
+    assert Queue(Plan([odd]), slots=1).run() == {}
     with pytest.raises(UserError, match="cannot be compared"):
         compare_arms(Plan([*finished.runs, odd]))
 
@@ -54,10 +65,152 @@ def test_unlike_runs_are_not_compared(finished, data, tmp_path):
 def test_one_failure_is_reported_and_stops_no_other(plan, data, tmp_path):
     bad = PlannedRun("bad", {**plan.runs[0].settings, "data_path": "nothere", "out_dir": str(tmp_path / "bad")})
     good = PlannedRun("good", {**plan.runs[0].settings, "out_dir": str(tmp_path / "good")})
-    failures = run_queue(Plan([bad, good]), slots=1)
+    failures = Queue(Plan([bad, good]), slots=1).run()
     assert list(failures) == ["bad"]
     assert "no such data folder: nothere" in failures["bad"]
-    assert status(good.config).state == "finished"
+    assert state(good) == "finished"
+
+
+def script(monkeypatch, *bodies):
+    """Replace `oelm train` by short scripts, the n-th start taking the n-th body, the last one over and over."""
+    started = []
+
+    def command(run, settings):
+        body = bodies[min(len(started), len(bodies) - 1)]
+        started.append((run.id, settings))
+        folder = run.settings["out_dir"]
+        preamble = (
+            f"import json, os, pathlib, signal, sys, time\nout = pathlib.Path({folder!r})\nout.mkdir(exist_ok=True)\n"
+        )
+        preamble += "def end(**s): (out / 'summary.json').write_text(json.dumps(s))\n"
+        return [sys.executable, "-c", preamble + body]
+
+    monkeypatch.setattr(queue_module, "train_command", command)
+    return started
+
+
+FINISH = "end(state='finished', final_perplexity=2.0)"
+DIE = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.fixture
+def one(tmp_path):
+    return Plan([PlannedRun("one", {"preset": "tiny", "batch_size": 8, "out_dir": str(tmp_path / "one")})])
+
+
+def test_a_run_that_died_is_started_again_and_given_up_after_a_while(one, monkeypatch):
+    started = script(monkeypatch, DIE, DIE, FINISH)
+    assert Queue(one, 1).run() == {}
+    assert len(started) == 3
+    one.fixed[0].folder.summary.unlink()
+    started = script(monkeypatch, DIE)
+    failures = Queue(one, 1).run()
+    assert len(started) == 4
+    assert "died 4 times" in failures["one"]
+
+
+def test_progress_between_deaths_forgives_them(one, monkeypatch):
+    grow = "n = len(list(out.glob('step-*'))) + 1; (out / f'step-{n:08d}').mkdir(); "
+    started = script(monkeypatch, *[grow + DIE] * 8, FINISH)
+    assert Queue(one, 1).run() == {}
+    assert len(started) == 9
+
+
+def test_out_of_memory_halves_the_micro_batch_and_says_so(one, monkeypatch):
+    started = script(monkeypatch, "end(state='failed', reason='out of memory', retry='smaller')")
+    lines = []
+    failures = Queue(one, 1, say=lines.append).run()
+    assert [settings.get("micro_batch") for _, settings in started] == [None, 4, 2, 1]
+    assert "one: out of memory: trying again with micro-batches of 4 instead of 8" in lines
+    assert "micro-batch of 1" in failures["one"]
+
+
+def test_a_run_that_diverged_is_not_tried_again(one, monkeypatch):
+    started = script(monkeypatch, "end(state='failed', reason='loss nan at step 3', retry='')")
+    assert Queue(one, 1).run() == {"one": "loss nan at step 3"}
+    assert len(started) == 1
+
+
+def test_a_run_that_was_asked_to_stop_is_left_alone(one, monkeypatch):
+    started = script(monkeypatch, "end(state='stopped', reason='SIGTERM'); sys.exit(143)", FINISH)
+    assert Queue(one, 1).run() == {}
+    assert len(started) == 1
+    assert Queue(one, 1).run() == {}  # the next queue resumes it
+    assert one.fixed[0].folder.finished()
+
+
+def test_an_old_stop_note_does_not_hide_a_death(one, monkeypatch):
+    folder = one.fixed[0].folder
+    folder.path.mkdir()
+    folder.summary.write_text('{"state": "stopped"}')
+    os.utime(folder.summary, (1, 1))
+    started = script(monkeypatch, DIE, FINISH)
+    assert Queue(one, 1).run() == {}
+    assert len(started) == 2
+
+
+def test_workers_leave_when_their_queue_is_killed(one, monkeypatch, tmp_path):
+    """The kernel tells them, whatever ended the queue."""
+    code = (
+        "import sys; sys.path.insert(0, '.')\nfrom tests.lab.test_queue import *\n"
+        "plan = Plan([PlannedRun('one', {'preset': 'tiny', 'out_dir': sys.argv[1]})])\n"
+        "script(pytest.MonkeyPatch(), '(out / \"pid\").write_text(str(os.getpid())); time.sleep(60)')\n"
+        "Queue(plan, 1).run()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "one")])
+    pid_file = tmp_path / "one/pid"
+    while not pid_file.exists() or not pid_file.read_text():
+        time.sleep(0.02)
+    worker = psutil.Process(int(pid_file.read_text()))
+    parent.kill()
+    parent.wait()
+    worker.wait(5)
+
+
+def test_the_best_learning_rate_is_chosen_on_validation_before_the_other_seeds_run(tmp_path, monkeypatch):
+    text = """
+    [defaults]
+    preset = "tiny"
+    [matrix]
+    model_type = ["baseline", "oelm_v2"]
+    max_lr = [0.1, 0.2, 0.3]
+    seed = [1, 2, 3]
+    [select]
+    seed = 2
+    """
+    (tmp_path / "plan.toml").write_text(text)
+    plan = load_plan(tmp_path / "plan.toml", tmp_path / "out")
+    assert (len(plan.runs), plan.total) == (6, 10)
+    loss = {"baseline": {0.1: 3.0, 0.2: 1.0, 0.3: 2.0}, "oelm_v2": {0.1: 3.0, 0.2: 2.0}}
+    order = []
+
+    def command(run, settings):
+        order.append((settings["model_type"], settings["max_lr"], settings["seed"]))
+        value = loss[settings["model_type"]].get(settings["max_lr"])
+        end = {"state": "failed", "reason": "nan"} if value is None else {"state": "finished", "final_perplexity": 1.0}
+        body = f"import json, pathlib; p = pathlib.Path({settings['out_dir']!r}); p.mkdir(parents=True);"
+        body += f"(p / 'summary.json').write_text(json.dumps({ {**end, 'final_val_loss': value or 99.0}!r}))"
+        return [sys.executable, "-c", body]
+
+    monkeypatch.setattr(queue_module, "train_command", command)
+    failures = Queue(plan, 2).run()
+    assert list(failures) == ["oelm_v2_lr0.3_seed2"]
+    assert len(order) == 10
+    followers = {entry for entry in order if entry[2] != 2}
+    assert followers == {(arm, 0.2, seed) for arm in loss for seed in (1, 3)}
+    assert {run.settings["max_lr"] for run in plan.final_runs} == {0.2}
+    assert len(plan.final_runs) == 6
+
+
+def test_killing_queue_and_workers_loses_nothing():
+    """A slice of `make kill-queue`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.programmes.kill_queue", "--runs", "4", "--kills", "4"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "4/4 runs ended once and in the same bits" in done.stdout
 
 
 def test_comparing_without_a_baseline_is_refused(tmp_path, plan):

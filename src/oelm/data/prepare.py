@@ -7,6 +7,7 @@ which are appended in order.
 """
 
 import hashlib
+import itertools
 import multiprocessing
 import shutil
 from collections import deque
@@ -152,7 +153,7 @@ def _write_tokens(
         if not counts[split]["tokens"]:
             found = sum(c["documents"] for c in counts.values())
             raise UserError(
-                f"the {split} split of {name} is empty: {found} documents are too few to draw it from; "
+                f"the {split} split of {name} is empty: {found} document(s) are too few to draw it from; "
                 f"give more text, or a file with {split} in its name"
             )
         fsync_file(work / f"{split}.bin")
@@ -164,6 +165,7 @@ def _write_tokens(
         "end_of_text": encoder.end_of_text,
         "dtype": np.dtype(dtype).name,
         "splits": counts,
+        "drawn_from_train": rules.drawn,
         "dropped_from_train_or_test": dropped,
         "empty_documents": empty,
         "files": {split: sorted({f.path.name for f in files if f.split == split})[:20] for split in SPLITS},
@@ -188,8 +190,13 @@ def _content_hashes(pieces: list[Piece]) -> np.ndarray:
 def _tokenizer(spec: str, pieces: list[Piece], rules: Rules, work: Path, progress: Progress) -> Tokenizer:
     if not spec.startswith("bpe:"):
         return load_tokenizer(spec, work)
-    total = min(BPE_SAMPLE_BYTES, sum(_piece_bytes(piece) for piece in pieces))
-    encoder = train_bpe(_training_texts(pieces, rules, total, progress), int(spec.partition(":")[2]))
+    total = min(BPE_SAMPLE_BYTES, sum(_piece_bytes(piece) for piece in pieces if piece.file.split == "train"))
+    texts = _training_texts(pieces, rules, total, progress)
+    first = next(texts, None)
+    if first is None:
+        raise UserError("the train split is empty: one document or none is too few to split; give more text")
+    encoder = train_bpe(itertools.chain([first], texts), int(spec.partition(":")[2]))
+    progress("training the tokenizer", total, total)
     write_atomic(work / TOKENIZER_FILE, encoder.serialised)
     return load_tokenizer(spec, work)
 
@@ -205,7 +212,7 @@ def _training_texts(pieces: list[Piece], rules: Rules, total: int, progress: Pro
         for text, split in zip(texts, splits, strict=True):
             if split == "train":
                 seen += len(text)
-                progress("training the tokenizer on", min(seen, total), total)
+                progress("training the tokenizer", min(seen, total), total)
                 yield text
         if seen >= BPE_SAMPLE_BYTES:
             return

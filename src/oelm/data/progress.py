@@ -68,5 +68,7 @@ def show_meta(meta: dict[str, Any], out: Path | None) -> None:
     console.print(
         f"{meta['tokenizer']} ({meta['vocab_size']:,} tokens, {meta['dtype']}) in {out or data_root() / meta['name']}"
     )
+    for split, share in meta["drawn_from_train"].items():
+        console.print(f"{split} was drawn from the training documents ({share:.1%} of them)")
     if meta["dropped_from_train_or_test"]:
         console.print(f"{meta['dropped_from_train_or_test']:,} documents stood in another split too and were dropped")

@@ -184,7 +184,7 @@ def _open_parquet(path: Path):  # type: ignore[no-untyped-def]  # pyarrow is an 
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise UserError(f"reading {path.name} needs pyarrow: pip install 'oelm[hf]'") from None
+        raise UserError(f"reading {path.name} needs pyarrow: make hf (or pip install 'oelm[hf]')") from None
     try:
         file = parquet.ParquetFile(path)
     except Exception as error:
@@ -282,8 +282,8 @@ def download(name: str, cache: Path) -> list[SourceFile]:
         import datasets
     except ImportError:
         raise UserError(
-            f"downloading {name} needs the datasets library: pip install 'oelm[hf]', or give local files "
-            f"with --from PATH"
+            f"downloading {name} needs the datasets library: make hf (or pip install 'oelm[hf]'), or give local "
+            f"files with --from PATH"
         ) from None
     assert corpus.hub is not None
     repository, configuration = corpus.hub

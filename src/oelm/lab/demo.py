@@ -2,12 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from oelm.data.prepare import prepare
@@ -16,9 +13,10 @@ from oelm.data.tokens import read_meta
 from oelm.errors import UserError
 from oelm.files import write_atomic
 from oelm.lab.plan import Plan, load_plan
-from oelm.lab.queue import run_queue
-from oelm.lab.status import status
+from oelm.lab.queue import Queue
+from oelm.lab.status import LabWatcher
 from oelm.lab.verdict import ArmResult, as_rows, compare_arms
+from oelm.lab.watch import watching
 from oelm.machine import cores
 
 DEMO_PLAN = Path(__file__).with_name("demo.toml")
@@ -30,7 +28,7 @@ def demo(out: Path, slots: int = 0) -> None:
     """Run the shipped demo plan in `out`, print the table and leave it there as summary.md."""
     if slots < 0 or slots > 64:
         raise UserError(f"--slots {slots}: take 1 to 64")
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     begin = time.monotonic()
     data = out / "data" / "python-stdlib"
     if not (data.is_dir() and read_meta(data)):
@@ -39,13 +37,14 @@ def demo(out: Path, slots: int = 0) -> None:
             prepare("python-stdlib", [], None, data, held_out=HELD_OUT, progress=progress)
     plan = load_plan(DEMO_PLAN, out / "runs", data_path=str(data))
     slots = slots or min(4, cores())
-    todo = sum(status(run.config).state != "finished" for run in plan.runs)
+    todo = sum(not run.folder.finished() for run in plan.runs)
     if todo < len(plan.runs):
         console.print(f"{len(plan.runs) - todo} of {len(plan.runs)} runs are already finished in {out}")
     if todo:
         console.print(f"Training {todo} runs, {slots} side by side (Ctrl-C saves; the same command goes on)")
-        with _watching(console, plan) as watch:
-            failures = run_queue(plan, slots, watch)
+        say = (lambda line: None) if sys.stdout.isatty() else console.print
+        with watching(console, LabWatcher(out, [run.folder.path for run in plan.runs])) as watch:
+            failures = Queue(plan, slots, say=say).run(watch)
         for name, reason in failures.items():
             console.print(f"run {name} failed: {reason}", style="red")
     results = compare_arms(plan)
@@ -55,51 +54,11 @@ def demo(out: Path, slots: int = 0) -> None:
     console.print(f"\n{time.monotonic() - begin:.0f} s in all. The table: {summary}   The runs: {out / 'runs'}")
 
 
-@contextmanager
-def _watching(console: Console, plan: Plan) -> Iterator[Callable[[], None]]:
-    """A live table on a terminal; a line when a run starts or ends elsewhere."""
-    if sys.stdout.isatty():
-        with Live(_progress_table(plan), console=console, refresh_per_second=2) as live:
-            yield lambda: live.update(_progress_table(plan))
-            live.update(_progress_table(plan))
-        return
-    last: dict[str, str] = {}
-
-    def lines() -> None:
-        for run in plan.runs:
-            now = status(run.config)
-            if last.get(run.id, "waiting") != now.state:
-                ppl = f", val PPL {now.val_ppl:.2f}" if now.val_ppl and now.state == "finished" else ""
-                console.print(f"  {run.id}: {now.state}{ppl}")
-            last[run.id] = now.state
-
-    yield lines
-    lines()
-
-
-def _progress_table(plan: Plan) -> Table:
-    table = Table("run", "state", box=None, header_style="bold", pad_edge=False)
-    for heading in ("step", "", "loss", "val PPL"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for run in plan.runs:
-        now, steps = status(run.config), run.config.max_steps
-        done = round(20 * now.step / steps)
-        style = {"finished": "green", "running": "bold", "failed": "red", "died": "red"}.get(now.state, "dim")
-        table.add_row(
-            run.id,
-            now.state,
-            f"{now.step}/{steps}",
-            "━" * done + "·" * (20 - done),
-            f"{now.loss:.3f}" if now.loss else "",
-            f"{now.val_ppl:.2f}" if now.val_ppl else "",
-            style=style,
-        )
-    return table
-
-
 def _show(console: Console, results: list[ArmResult], plan: Plan) -> None:
     headings, rows = as_rows(results)
-    table = Table(*headings, box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading in ("arm", "verdict", "gap to baseline [95 %]"))
     for row in rows:
         table.add_row(*row)
     console.print()
@@ -116,12 +75,18 @@ def _sentences(results: list[ArmResult], plan: Plan) -> list[str]:
     lines = []
     for r in results[1:]:
         assert r.gap
+        bar = f"{plan.criterion - 1:.0%}"
+        side = "worse than the baseline, but" if r.gap.low > 0 else "better, but" if r.gap.high < 0 else "uncertain:"
         means = {
-            "PASS": f"is shown to be within {plan.criterion} x the baseline's perplexity",
-            "FAIL": f"is shown to be worse than {plan.criterion} x the baseline's perplexity",
-            "INCONCLUSIVE": f"cannot be told apart from {plan.criterion} x the baseline's perplexity",
+            "PASS": f"its perplexity is less than {bar} above the baseline's",
+            "FAIL": f"its perplexity is more than {bar} above the baseline's",
+            "INCONCLUSIVE": f"{side} whether by more than {bar} these data do not tell",
         }
-        lines.append(f"{r.arm}: {r.gap.verdict}, it {means[r.gap.verdict]} (n = {r.gap.n}, test split, final step).")
+        lines.append(f"{r.arm}: {r.gap.verdict}: {means[r.gap.verdict]} (n = {r.gap.n}, test split, final step).")
+    lines.append(
+        "The interval is two-sided; the verdict is a one-sided t test at 95 %, with Holm's correction for several arms."
+    )
+    lines.append("Step times were measured beside other runs: take them as rough.")
     lines.append(
         f"A demonstration of the method: {seeds} seeds, {config.max_steps * config.tokens_per_step:,} tokens, one "
         f"learning rate ({config.max_lr:g}) for all arms. Runs this short say little about longer ones."
@@ -138,5 +103,4 @@ def _markdown(results: list[ArmResult], plan: Plan) -> str:
     lines = ["# oelm demo", "", "| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     lines += ["", *(f"- {line}" for line in _sentences(results, plan)), ""]
-    lines.append("Step times were measured while other runs were going on beside; take them as rough.")
     return "\n".join(lines) + "\n"

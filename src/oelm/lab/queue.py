@@ -1,20 +1,32 @@
-"""The queue: one process per run, a few side by side, finished runs skipped and unfinished ones resumed."""
+"""The queue: one process per run, a few side by side; finished runs are skipped, unfinished ones resumed.
 
+The queue has no state of its own. What is to be done, what came of a run, whether somebody else is at
+it: all is read from the run folders, so a killed queue that is started again loses nothing, and the
+folder's lock keeps any run from being done twice.
+"""
+
+import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import IO
+from dataclasses import dataclass, field
+from typing import IO, Any
 
+from oelm.lab.gpus import GpuPool
 from oelm.lab.plan import Plan, PlannedRun
 from oelm.machine import cores
-from oelm.train.folder import RunFolder
 
-POLL_SECONDS = 0.25
+POLL_SECONDS = 0.2
+MAX_CRASHES = 3
+"""Times a run may die without having come further before the queue gives it up."""
+STOP_SECONDS = 60.0
+"""How long runs may take to save when the queue is stopped."""
 
 
 @dataclass
@@ -22,52 +34,184 @@ class Worker:
     run: PlannedRun
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
+    gpus: list[int]
+    started: float
+
+    def outcome(self) -> dict[str, Any]:
+        """What this process wrote about the run's end; nothing if it died before it could."""
+        try:
+            written = self.run.folder.summary.stat().st_mtime
+        except OSError:
+            return {}
+        return (self.run.folder.read_summary() or {}) if written >= self.started else {}
 
     def last_words(self) -> str:
+        """Why it ended, in one line; under torchrun, with the process that ended first."""
         self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exit code {self.process.returncode}"
+        text = self.errors.read().decode(errors="replace")
+        said = re.findall(r"^oelm: (?:error: )?(.*)$", text, re.M)
+        rank = re.search(r"rank\s*:\s*(\d+) \(local_rank.*?\n\s*exitcode\s*:\s*(-?\d+)", text)
+        words = said[0] if said else (text.strip().splitlines() or ["no message"])[-1].strip()
+        if rank and not said:
+            words = f"process of rank {rank[1]} ended with exit code {rank[2]}"
+        return f"{words} (exit code {self.process.returncode})" if not said else words
 
 
-def run_queue(plan: Plan, slots: int, watch: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """Run what is not finished, `slots` at a time; returns the reason of each run that failed.
+@dataclass
+class Queue:
+    """Runs what a plan still needs, `slots` at a time (or as many as GPUs can be had)."""
 
-    One failure does not stop the others. Ctrl-C asks every run to save and leave; started again, the
-    queue goes on where it was.
-    """
-    waiting = [run for run in plan.runs if not RunFolder(run.config.folder).finished()]
-    threads = max(1, cores() // slots)
-    working: list[Worker] = []
-    failures: dict[str, str] = {}
-    try:
-        while waiting or working:
-            while waiting and len(working) < slots:
-                working.append(_start(waiting.pop(0), threads))
-            for worker in [w for w in working if w.process.poll() is not None]:
-                working.remove(worker)
-                if worker.process.returncode:
-                    failures[worker.run.id] = worker.last_words()
-            watch()
-            time.sleep(POLL_SECONDS)
-    except BaseException:
-        for worker in working:
+    plan: Plan
+    slots: int
+    gpus: GpuPool | None = None
+    only: list[PlannedRun] | None = None
+    say: Callable[[str], None] = lambda line: None
+    working: list[Worker] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    _crashes: Counter[str] = field(default_factory=Counter)
+    _crashed_at: dict[str, int] = field(default_factory=dict)
+    _stopped: set[str] = field(default_factory=set)
+    _micro_batch: dict[str, int] = field(default_factory=dict)
+    _waiting_for: str = ""
+
+    def run(self, watch: Callable[[], None] = lambda: None) -> dict[str, str]:
+        """Until nothing is left to do; returns the reason of each run that failed. Ctrl-C or SIGTERM ends it."""
+        old = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            while self._todo() or self.working:
+                self._start_what_fits()
+                for worker in [w for w in self.working if w.process.poll() is not None]:
+                    self._take_note(worker)
+                watch()
+                time.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, old)
+        return self.failures
+
+    def stop(self) -> None:
+        """Ask every run to save and leave; what has not after a minute is killed (and can be resumed)."""
+        for worker in self.working:
             worker.process.send_signal(signal.SIGTERM)
-        for worker in working:
-            worker.process.wait()
-        raise
-    return failures
+        deadline = time.monotonic() + STOP_SECONDS
+        for worker in self.working:
+            try:
+                worker.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(worker.process.pid, signal.SIGKILL)
+                worker.process.wait()
+
+    def _todo(self) -> list[PlannedRun]:
+        """Runs that are neither finished nor given up nor already being worked on by this queue."""
+        runs = self.plan.runs if self.only is None else self.only
+        busy = {worker.run.id for worker in self.working} | self.failures.keys() | self._stopped
+        return [run for run in runs if run.id not in busy and not run.folder.finished()]
+
+    def _start_what_fits(self) -> None:
+        for run in self._todo():
+            if len(self.working) >= self.slots:
+                return
+            if run.folder.alive():  # another queue, or a run that is still leaving
+                continue
+            gpus = self._gpus_for(run)
+            if gpus is None:
+                return
+            self.working.append(self._start(run, gpus))
+
+    def _gpus_for(self, run: PlannedRun) -> list[int] | None:
+        if self.gpus is None:
+            return []
+        taken = self.gpus.take(run.processes)
+        reason = "" if taken else "waiting for " + "; ".join(self.gpus.waiting_for or ["enough free GPUs"])
+        if reason and re.sub(r"\d+ of", "", reason) != re.sub(r"\d+ of", "", self._waiting_for):
+            self.say(f"{run.id}: {reason}")
+        self._waiting_for = reason
+        return taken
+
+    def _start(self, run: PlannedRun, gpus: list[int]) -> Worker:
+        threads = max(1, cores() // self.slots // run.processes)
+        settings = {"threads": threads, **run.settings}
+        if run.id in self._micro_batch:
+            settings["micro_batch"] = self._micro_batch[run.id]
+        errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        begin = time.time()
+        process = subprocess.Popen(
+            train_command(run, settings),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the queue alone, which then asks its runs to leave
+            preexec_fn=_leave_with_parent,
+        )
+        where = f" on GPU {','.join(map(str, gpus))}" if gpus else ""
+        self.say(f"{run.id}: {'resumed' if run.folder.last_step() else 'started'}{where} (pid {process.pid})")
+        return Worker(run, process, errors, gpus, begin)
+
+    def _take_note(self, worker: Worker) -> None:
+        """A process ended: the run folder says whether the run did, and if not, whether to try again."""
+        run = worker.run
+        self.working.remove(worker)
+        if self.gpus:
+            self.gpus.give_back(worker.gpus)
+        summary = worker.outcome()
+        state, code = summary.get("state"), worker.process.returncode
+        if state == "finished":
+            self.say(f"{run.id}: finished, val PPL {summary['final_perplexity']:.3f}")
+        elif state == "stopped":
+            self._stopped.add(run.id)
+            self.say(f"{run.id}: stopped at step {run.folder.last_step():,}, as asked")
+        elif code == 2 and run.folder.alive():
+            self.say(f"{run.id}: another process has taken it")
+        elif code == 2 or (state == "failed" and not summary.get("retry")):
+            self.failures[run.id] = summary.get("reason") or worker.last_words()
+            self.say(f"{run.id}: FAILED: {self.failures[run.id]}")
+        else:
+            self._try_again(worker, summary)
+
+    def _try_again(self, worker: Worker, summary: dict[str, object]) -> None:
+        run, reason = worker.run, str(summary.get("reason") or worker.last_words())
+        if run.folder.last_step() > self._crashed_at.get(run.id, 0):
+            self._crashes[run.id] = 0  # it had come further since
+        self._crashed_at[run.id] = run.folder.last_step()
+        self._crashes[run.id] += 1
+        if summary.get("retry") == "smaller":
+            config = run.config
+            micro = self._micro_batch.get(run.id, config.micro_batch or config.batch_size)
+            if micro % 2:
+                self.failures[run.id] = f"out of memory even with a micro-batch of {micro}"
+                self.say(f"{run.id}: FAILED: {self.failures[run.id]}")
+                return
+            self._micro_batch[run.id] = micro // 2
+            self.say(f"{run.id}: out of memory: trying again with micro-batches of {micro // 2} instead of {micro}")
+        elif self._crashes[run.id] > MAX_CRASHES:
+            self.failures[run.id] = f"died {self._crashes[run.id]} times; the last time: {reason}"
+            self.say(f"{run.id}: FAILED: {self.failures[run.id]}")
+        else:
+            self.say(f"{run.id}: died ({reason}); trying again ({self._crashes[run.id]} of {MAX_CRASHES})")
 
 
-def _start(run: PlannedRun, threads: int) -> Worker:
-    settings = {"threads": threads, **run.settings}
+def train_command(run: PlannedRun, settings: dict[str, object]) -> list[str]:
+    """`oelm train`, under torchrun on a free port when the run has several processes."""
+    launcher = ["-m", "oelm"]
+    if run.processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.processes}", *launcher]
     flags = [f"--{key}={value}" for key, value in settings.items()]
-    errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
-    process = subprocess.Popen(
-        [sys.executable, "-m", "oelm", "train", "--resume", *flags],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        start_new_session=True,  # Ctrl-C reaches the queue alone, which then asks its runs to leave
-    )
-    return Worker(run, process, errors)
+    return [sys.executable, *launcher, "train", "--resume=auto", *flags]
+
+
+def _leave_with_parent() -> None:
+    """Have the kernel send SIGTERM when the queue dies, however it dies (Linux)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

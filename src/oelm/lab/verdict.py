@@ -9,7 +9,6 @@ import numpy as np
 from oelm.errors import UserError
 from oelm.lab.plan import Plan
 from oelm.lab.stats import Gap, judge, paired_gap
-from oelm.train.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,15 @@ def compare_arms(plan: Plan) -> list[ArmResult]:
     """Compare the finished runs of a plan, arm by arm, against its baseline arm."""
     runs: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     rates: dict[str, set[float]] = defaultdict(set)
-    for run in plan.runs:
-        summary = RunFolder(run.config.folder).read_summary()
+    for run in plan.final_runs:
+        summary, config = run.folder.read_summary(), run.config
         if summary and summary["state"] == "finished":
-            runs[run.config.model_type][run.config.seed] = summary
-            rates[run.config.model_type].add(run.config.max_lr)
+            if config.seed in runs[config.model_type]:
+                raise UserError(
+                    f"{config.model_type} has several runs with seed {config.seed}: add a [select] to the plan"
+                )
+            runs[config.model_type][config.seed] = summary
+            rates[config.model_type].add(config.max_lr)
     baseline = runs.get(plan.baseline)
     if not baseline:
         raise UserError(f"no finished run of the baseline arm {plan.baseline}: there is nothing to compare with")
@@ -74,7 +77,7 @@ def as_rows(results: list[ArmResult]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of the results table, for a terminal or a document."""
     headings = [
         "arm",
-        "test PPL (mean of seeds)",
+        "test PPL (geometric mean)",
         "per seed",
         "gap to baseline [95 %]",
         "verdict",

@@ -62,7 +62,14 @@ def save(folder: RunFolder, step: int, model: Mapping[str, Tensor], optimizer: T
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    path.chmod(0o666 & ~_umask())  # safetensors keeps its files to their owner; colleagues may load these
     fsync_file(path)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def link(name: Path, target: Path) -> None:
@@ -108,9 +115,11 @@ def newest(folder: RunFolder, warn: Callable[[str], None]) -> Checkpoint | None:
 def pick(folder: RunFolder, which: str, warn: Callable[[str], None]) -> Checkpoint:
     """The checkpoint called best, last or step-…; the newest whole one if it is damaged."""
     path = folder.path / which
-    if which not in ("best", "last") and not path.exists():
+    if not path.exists() and (which != "last" or not folder.last_step()):
         have = ", ".join(sorted(p.name for p in folder.path.glob("step-*"))) or "none"
-        raise UserError(f"no checkpoint {which} in {folder.path}: it has {have}")
+        raise UserError(
+            f"no checkpoint {which} in {folder.path} (it has: {have}): the best is known only after a validation"
+        )
     if path.exists():
         try:
             return load(path)

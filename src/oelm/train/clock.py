@@ -27,6 +27,13 @@ def spoken(seconds: float) -> str:
     return f"{hours}h {minutes}m {whole % 60}s" if hours else f"{minutes}m {whole % 60}s"
 
 
+def roughly(seconds: float) -> str:
+    """A duration as it is known beforehand."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+
+
 def timing_stats(config: RunConfig, metrics_file: Path, wall: float, summary: dict[str, Any]) -> dict[str, Any]:
     """The published `timing_stats.json`, from the metrics of the whole run."""
     steps = np.array([record["seconds"] for record in metrics.read(metrics_file, "train")])

@@ -92,7 +92,7 @@ def _refuse_foreign(folder: RunFolder) -> None:
     if not folder.path.is_dir():
         raise UserError(f"{folder.path} is a file: choose another --out_dir")
     foreign = sorted(p.name for p in folder.path.iterdir() if not p.name.startswith(".") and p != folder.lock)
-    if foreign:
+    if foreign and not folder.config_file.exists():  # another start may have written it just now
         raise UserError(f"{folder.path} holds other files ({foreign[0]}): choose a new or empty --out_dir")
 
 
@@ -104,10 +104,16 @@ def _refuse_to_overwrite(folder: RunFolder, config: RunConfig, resume: bool) -> 
     before = folder.config()
     for key in type(config).model_fields:
         old, new = getattr(before, key), getattr(config, key)
+        if old != new and key == "processes":
+            launcher = f"torchrun --nproc_per_node={old} -m oelm" if old > 1 else "oelm"
+            raise UserError(
+                f"{folder.path} was started with {old} processes, not {new}: "
+                f"resume it with {launcher} train --resume {folder.path}"
+            )
         if old != new and key not in OPERATIONAL:
             raise UserError(
                 f"{folder.path} was started with {key} = {old}, not {new}: "
-                f"resume it with its own settings (oelm train --resume --out_dir {folder.path}), "
+                f"resume it with its own settings (oelm train --resume {folder.path}), "
                 "or choose another --out_dir"
             )
 

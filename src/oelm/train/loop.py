@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from oelm.errors import RunFailed, Stopped, UserError
 from oelm.files import disk_errors
 from oelm.model import freeze
 from oelm.train import checkpoint
-from oelm.train.clock import peak_memory, spoken
+from oelm.train.clock import peak_memory, roughly
 from oelm.train.console import Reporter
 from oelm.train.distributed import World
 from oelm.train.folder import RunFolder
@@ -67,7 +68,9 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number = self.number or number
+        if not self.number:
+            self.number = number
+            os.write(2, f"\n{signal.Signals(number).name}: finishing this step, then saving\n".encode())
 
 
 class Trainer:
@@ -265,13 +268,12 @@ class Trainer:
                 break
         self.optimizer.zero_grad(set_to_none=True)
         self.reporter.say(
-            f"expected time: about {spoken(seconds * len(batches) * left)} for {left:,} steps, and the validations"
+            f"expected time: about {roughly(seconds * len(batches) * left)} for {left:,} steps, and the validations"
         )
 
     def _leave(self) -> NoReturn:
         """Save and stop, as asked by a signal to this process or another."""
         number = self.stop.number or signal.SIGTERM
-        self.reporter.say(f"{signal.Signals(number).name}: saving step {self.state.step:,} and leaving")
         self._save()
         raise Stopped(number)
 

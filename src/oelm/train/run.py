@@ -1,8 +1,11 @@
 """A whole run: check everything, claim the folder, train, and write down what came of it."""
 
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +55,17 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
             if world.leads:
                 for line in _opening(config, task.epochs(config.max_steps), world.device.type):
                     reporter.say(line)
-            state = trainer.run(resume)
+            with _named_failures(world.size):
+                state = trainer.run(resume)
         except (Stopped, RunFailed, UserError) as error:
             if world.leads:
-                _write_end(folder, "stopped" if isinstance(error, Stopped) else "failed", str(error))
-                reporter.say(f"{'stopped' if isinstance(error, Stopped) else 'FAILED'}: {error}")
+                _write_end(folder, error)
+                reporter.say(
+                    f"stopped by {error}: step {folder.last_step():,} is saved; continue with "
+                    f"oelm train --resume {folder.path}"
+                    if isinstance(error, Stopped)
+                    else f"FAILED: {error}"
+                )
             raise
         else:
             if world.leads:
@@ -121,15 +130,18 @@ def _opening(config: RunConfig, epochs: float, device: str) -> list[str]:
     kept = config.keep_saves or config.max_steps // config.save_interval
     lines = [
         f"oelm {__version__} | {config.model_type} (frames {config.frames}, freeze {config.freeze}) | "
-        f"{config.dataset} | seed {config.seed} | {device}, {torch.get_num_threads()} threads"
+        f"{config.dataset} | seed {config.seed} | {device}, {torch.get_num_threads()} thread(s)"
         + (f" x {config.processes} processes" if config.processes > 1 else ""),
+        f"run folder: {config.folder}",
         f"parameters: {total:,} total, {total - frozen:,} trainable, {frozen:,} frozen",
         f"tokens per step: {config.tokens_per_step:,} ({config.windows_per_step} x {config.seq_len}); "
         f"{config.max_steps * config.tokens_per_step:,} in {config.max_steps:,} steps = {epochs:.2f} epochs",
-        f"disk: {size / 2**20:,.0f} MiB a checkpoint, at most {(kept + 3) * size / 2**20:,.0f} MiB in all",
+        f"disk: {size / 2**20:,.1f} MiB a checkpoint, at most {(kept + 3) * size / 2**20:,.1f} MiB in all",
     ]
     if epochs > 1:
-        lines.append(f"WARNING: {epochs:.1f} epochs: the training text repeats, so freezing may win as a regulariser")
+        lines.append(
+            f"WARNING: the training text is seen {epochs:.1f} times: a gap between arms may then be regularisation"
+        )
     if config.warmup_steps >= config.max_steps:
         lines.append(
             f"WARNING: the warm-up ({config.warmup_steps:,} steps) is not shorter than the run "
@@ -152,10 +164,30 @@ def _closing(summary: dict[str, Any]) -> str:
     return " | ".join(parts)
 
 
-def _write_end(folder: RunFolder, state: str, reason: str) -> None:
-    """Say in the folder why the run is not running; a full disk must not hide the reason itself."""
+@contextmanager
+def _named_failures(processes: int) -> Iterator[None]:
+    """Lack of memory and the death of another process are failures with a name and a remedy."""
+    import torch
+
     try:
-        write_json(folder.summary, {"state": state, "reason": reason, "finished": now()})
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise RunFailed("out of memory: lower --micro_batch (the step stays the same)", retry="smaller") from error
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):
+            raise RunFailed("out of memory: lower --micro_batch (the step stays the same)", retry="smaller") from error
+        if processes > 1 and re.search(r"gloo|nccl|connection|peer|collective", str(error), re.IGNORECASE):
+            raise RunFailed("another process of the run died; resume with --resume", retry="same") from error
+        raise
+
+
+def _write_end(folder: RunFolder, error: Stopped | RunFailed | UserError) -> None:
+    """Say in the folder why the run is not running; a full disk must not hide the reason itself."""
+    state = "stopped" if isinstance(error, Stopped) else "failed"
+    end = {"state": state, "reason": str(error), "retry": getattr(error, "retry", "")}
+    end |= {"step": folder.last_step(), "ended": now()}
+    try:
+        write_json(folder.summary, end)
     except OSError:
         folder.summary.unlink(missing_ok=True)
 

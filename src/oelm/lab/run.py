@@ -1,0 +1,213 @@
+"""`oelm run`: check a whole plan before anything starts, then queue it here, in the background, or on Slurm."""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from oelm.data.tokens import check_data, data_root, open_data
+from oelm.errors import UserError, nearest
+from oelm.lab.gpus import GpuPool
+from oelm.lab.plan import Plan, PlannedRun, load_plan
+from oelm.lab.queue import Queue
+from oelm.lab.status import LabWatcher
+from oelm.lab.watch import watching
+from oelm.machine import cores
+
+EFFICIENCY = 0.5
+"""Share of the matrix-multiply peak that a training step is expected to reach."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will cost, before it runs."""
+
+    parameters: int
+    trainable: int
+    flops: float
+    seconds: float
+    disk: int
+
+
+def run_plan(path: Path, out: Path | None, only: str, slots: int, gpus: GpuPool | None) -> dict[str, str]:
+    """Check, then work through the plan; returns the failures."""
+    plan = load_plan(path, out)
+    runs = pick(plan, only)
+    check(plan, runs)
+    console = Console(highlight=False)
+    slots = slots or (max(1, cores() // 2) if gpus is None else 64)
+    done = sum(run.folder.finished() for run in runs)
+    console.print(f"{path}: {plan.total} runs, {done} of the first {len(runs)} finished; {_places(slots, gpus)}")
+    watcher = LabWatcher(Path("."), [run.folder.path for run in runs], plan.baseline)
+    log = (lambda line: None) if sys.stdout.isatty() else (lambda line: console.print(line))
+    queue = Queue(plan, slots, gpus, runs if only else None, log)
+    with watching(console, watcher) as look:
+
+        def watch() -> None:
+            watcher.expected = [run.folder.path for run in (runs if only else plan.runs)]
+            look()
+
+        failures = queue.run(watch)
+    for name, reason in failures.items():
+        console.print(f"{name} failed: {reason}", style="red")
+    return failures
+
+
+def _places(slots: int, gpus: GpuPool | None) -> str:
+    if gpus is None:
+        return f"{slots} side by side on {cores()} cores"
+    return "any free GPU" if gpus.allowed is None else f"GPU {', '.join(map(str, gpus.allowed))}"
+
+
+def pick(plan: Plan, only: str) -> list[PlannedRun]:
+    """The runs named by `--only A,B`, or all that are known."""
+    if not only:
+        return plan.runs
+    by_id = {run.id: run for run in plan.runs}
+    for name in only.split(","):
+        if name not in by_id:
+            raise UserError(f"--only {name}: no such run in the plan; {nearest(name, by_id)}")
+    return [by_id[name] for name in only.split(",")]
+
+
+def check(plan: Plan, runs: list[PlannedRun]) -> None:
+    """Refuse before anything starts: data that are missing or do not fit."""
+    missing = missing_data(runs)
+    if missing:
+        raise UserError(f"data are missing; first: {'; '.join(missing)}")
+
+
+def missing_data(runs: list[PlannedRun]) -> list[str]:
+    """The commands that prepare the data sets that are not there; data that are there must fit."""
+    commands = []
+    for key in dict.fromkeys((run.config.dataset, run.config.data_path) for run in runs):
+        mine = [run.config for run in runs if (run.config.dataset, run.config.data_path) == key]
+        place = Path(key[1]) if key[1] else data_root() / key[0]
+        if not place.is_dir():
+            tokenizer = "bpe:1024" if mine[0].vocab_size == 1024 else "gpt2"
+            name = key[0].removesuffix("-bpe1024")
+            extra = f" --tokenizer {tokenizer} --out {place}" if tokenizer != "gpt2" or key[1] else ""
+            commands.append(f"oelm prepare {name}{extra}")
+            continue
+        data = open_data(*key)
+        for shape in {(c.seq_len, data.vocab_size or c.vocab_size) for c in mine}:
+            check_data(data, *shape)
+    return commands
+
+
+def show_dry_run(path: Path, out: Path | None, only: str) -> None:
+    """The runs with their settings and what they will cost on this machine; and what is missing."""
+    plan = load_plan(path, out)
+    runs = pick(plan, only)
+    speed = _matmul_flops()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("run", "arm", "dataset"):
+        table.add_column(heading)
+    for heading in ("lr", "steps", "batch", "seed", "parameters", "trainable", "FLOPs", "time", "disk"):
+        table.add_column(heading, justify="right")
+    total_seconds, total_disk = 0.0, 0
+    for run in runs:
+        config, cost = run.config, estimate(run, speed)
+        total_seconds += 0 if run.folder.finished() else cost.seconds
+        total_disk += cost.disk
+        batch = f"{config.batch_size}" + (f" x {run.processes}" if run.processes > 1 else "")
+        table.add_row(
+            run.id, config.model_type, config.dataset, f"{config.max_lr:g}", f"{config.max_steps:,}", batch,
+            str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}",
+            _hours(cost.seconds), f"{cost.disk / 2**30:.1f} GiB",
+        )  # fmt: skip
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    later = plan.total - len(plan.runs)
+    if later and not only:
+        console.print(f"and {later} more once the best {plan.choices[0].setting} of each arm is known")
+    console.print(
+        f"{len(runs)} runs, {_hours(total_seconds)} one after the other on this machine "
+        f"({speed / 1e9:,.0f} GFLOP/s at {EFFICIENCY:.0%}), at most {total_disk / 2**30:.1f} GiB"
+    )
+    for command in missing_data(runs):
+        console.print(f"missing data; first: {command}", style="yellow")
+
+
+def estimate(run: PlannedRun, speed: float) -> Estimate:
+    from oelm.model import cost
+
+    config = run.config
+    table = cost.parts(config)
+    flops = float(cost.flops(config).step) * config.tokens_per_step * config.max_steps
+    kept = config.keep_saves or config.max_steps // config.save_interval
+    sizes = cost.checkpoint_bytes(config)
+    return Estimate(
+        sum(part.total for part in table),
+        sum(part.trainable for part in table),
+        flops,
+        flops / (speed * EFFICIENCY) / run.processes,
+        (kept + 3) * sizes["checkpoint"] + sizes["frozen_once"],
+    )
+
+
+def _matmul_flops() -> float:
+    """Floating-point operations per second of a large matrix product here and now."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 4096 if device == "cuda" else 1024
+    matrix = torch.randn(size, size, device=device)
+    float((matrix @ matrix)[0, 0])
+    begin = time.perf_counter()
+    for _ in range(4):
+        product = matrix @ matrix
+    float(product[0, 0])
+    return 4 * 2 * size**3 / (time.perf_counter() - begin)
+
+
+def detach(arguments: list[str], log: Path) -> int:
+    """Start `oelm run` again in a session of its own, so that a closed terminal does not end it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "oelm", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    time.sleep(1.5)
+    if process.poll():
+        raise UserError(f"the detached queue ended at once: {_last_line(log)}")
+    print(f"oelm {shlex.join(arguments)}\nruns in the background as pid {process.pid}; its log: {log}")
+    return process.pid
+
+
+def _last_line(path: Path) -> str:
+    return (path.read_text(errors="replace").strip().splitlines() or ["see the log"])[-1].removeprefix("oelm: error: ")
+
+
+def _hours(seconds: float) -> str:
+    if seconds >= 3600:
+        return f"{seconds / 3600:,.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def submit_plan(path: Path, out: Path | None, only: str, options: dict[str, Any]) -> None:
+    """Submit to Slurm and say how to watch it."""
+    from oelm.lab.slurm import submit
+
+    plan = load_plan(path, out)
+    runs = pick(plan, only)
+    check(plan, runs)
+    place = runs[0].folder.path.parent
+    place.mkdir(parents=True, exist_ok=True)
+    ids = submit(plan, runs, place, options)
+    if not ids:
+        print("nothing to submit: every run is finished, running or already queued")
+        return
+    print(f"submitted {len(ids)} runs as {ids[0].partition('_')[0]} (oelm status {place}; squeue; scancel)")
