@@ -264,6 +264,7 @@ def _run_verb(parser: Parser) -> None:
     oelm run plans/phase3.toml --dry-run                     what it would do, and what is missing
     oelm run plans/phase3.toml --gpus auto --detach          whenever a shared GPU is free
     oelm run plans/phase3.toml --only GPT-01,GPT-02 --gpus 2,3
+    oelm run plans/phase3.toml --only GPT-01 --set max_steps=30 --out outputs/try
     oelm run plans/pocket.toml --slots 2                     two side by side on the CPU
     oelm run plans/phase3.toml --on slurm --partition gpu --time 720 --gres gpu:1
 
@@ -272,6 +273,7 @@ def _run_verb(parser: Parser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.toml", help="see plans/ for examples")
     parser.add_argument("--dry_run", action="store_true", help="check and print everything, start nothing")
     parser.add_argument("--only", default="", metavar="ID,ID", help="only these runs")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for every run of the plan")
     parser.add_argument(
         "--gpus", metavar="auto|2,3", help="GPUs to use, each when nobody else does; default: CPU slots"
     )
@@ -294,13 +296,15 @@ def _run_plan(options: argparse.Namespace) -> int:
     if not 0 <= options.slots <= 1024:
         raise UserError(f"--slots {options.slots}: take 1 to 1024")
     from oelm.lab import run
+    from oelm.lab.plan import load_plan
 
+    plan = load_plan(options.plan, options.out, **run.parse_overrides(options.set))
     if options.dry_run:
-        run.show_dry_run(options.plan, options.out, options.only)
+        run.show_dry_run(plan, options.only)
         return 0
     if options.on == "slurm":
         keys = ("partition", "minutes", "gres", "cpus", "mem")
-        run.submit_plan(options.plan, options.out, options.only, {key: getattr(options, key) for key in keys})
+        run.submit_plan(plan, options.only, {key: getattr(options, key) for key in keys})
         return 0
     if options.detach:
         log = Path(options.out or "outputs") / f"{options.plan.stem}.queue.log"
@@ -309,7 +313,7 @@ def _run_plan(options: argparse.Namespace) -> int:
     from oelm.lab.gpus import GpuPool, parse_gpus
 
     gpus = GpuPool(parse_gpus(options.gpus)) if options.gpus else None
-    return 1 if run.run_plan(options.plan, options.out, options.only, options.slots, gpus) else 0
+    return 1 if run.run_plan(plan, options.only, options.slots, gpus) else 0
 
 
 def _status_verb(parser: Parser) -> None:

@@ -113,8 +113,9 @@ class _Reader:
         for key in self.content:
             if key not in TABLES:
                 self.refuse(f"unknown key or table {key}: {nearest(key, TABLES)}", key)
+        self.moved = out is not None
         self.out = out or Path(self.content.get("out", f"outputs/{path.stem}"))
-        self.defaults = {**self._table("defaults"), **overrides}
+        self.defaults, self.overrides = self._table("defaults"), overrides
 
     def read(self) -> Plan:
         matrix, select = self._table("matrix"), self._table("select")
@@ -161,11 +162,15 @@ class _Reader:
             self.refuse(f"a [[run]] needs an id of letters, digits, - and _, not {name!r}", "id" if name else "[run]")
         if not isinstance(processes, int) or not 1 <= processes <= 1024:
             self.refuse(f"gpus_per_run {processes!r} must be a number from 1 to 1024", "gpus_per_run")
-        run = PlannedRun(name, {"out_dir": str(self.out / name), **settings}, processes)
+        settings |= self.overrides
+        folder = Path(str(settings.get("out_dir", self.out / name)))
+        if self.moved:
+            folder = self.out / folder.name
+        run = PlannedRun(name, {**settings, "out_dir": str(folder)}, processes)
         try:
             run.config  # noqa: B018  # refuses bad settings here and now
         except UserError as error:
-            key = next((key for key in {**self.defaults, **entry} if re.search(rf"\b{key}\b", str(error))), "")
+            key = next((key for key in {**entry, **self.defaults} if re.search(rf"\b{key}\b", str(error))), "")
             self.refuse(f"run {name}: {error}", "arm" if key == "model_type" and self._says_arm() else key)
         return run
 
@@ -218,7 +223,7 @@ class _Reader:
 
 
 def load_plan(path: Path, out: Path | None = None, **overrides: Any) -> Plan:
-    """Read and check a plan. `out` and `overrides` win over the plan's own place and defaults."""
+    """Read and check a plan. `out` moves all its run folders; `overrides` win over what it says of every run."""
     return _Reader(path, out, overrides).read()
 
 

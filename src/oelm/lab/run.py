@@ -15,7 +15,7 @@ from rich.table import Table
 from oelm.data.tokens import check_data, data_root, open_data
 from oelm.errors import UserError, nearest
 from oelm.lab.gpus import GpuPool
-from oelm.lab.plan import Plan, PlannedRun, load_plan
+from oelm.lab.plan import Plan, PlannedRun
 from oelm.lab.queue import Queue
 from oelm.lab.status import LabWatcher
 from oelm.lab.watch import watching
@@ -36,15 +36,14 @@ class Estimate:
     disk: int
 
 
-def run_plan(path: Path, out: Path | None, only: str, slots: int, gpus: GpuPool | None) -> dict[str, str]:
+def run_plan(plan: Plan, only: str, slots: int, gpus: GpuPool | None) -> dict[str, str]:
     """Check, then work through the plan; returns the failures."""
-    plan = load_plan(path, out)
     runs = pick(plan, only)
     check(plan, runs)
     console = Console(highlight=False)
     slots = slots or (max(1, cores() // 2) if gpus is None else 64)
     done = sum(run.folder.finished() for run in runs)
-    console.print(f"{path}: {plan.total} runs, {done} of the first {len(runs)} finished; {_places(slots, gpus)}")
+    console.print(f"{plan.total} runs, {done} of the first {len(runs)} finished; {_places(slots, gpus)}")
     watcher = LabWatcher(Path("."), [run.folder.path for run in runs], plan.baseline)
     log = (lambda line: None) if sys.stdout.isatty() else (lambda line: console.print(line))
     queue = Queue(plan, slots, gpus, runs if only else None, log)
@@ -102,9 +101,8 @@ def missing_data(runs: list[PlannedRun]) -> list[str]:
     return commands
 
 
-def show_dry_run(path: Path, out: Path | None, only: str) -> None:
+def show_dry_run(plan: Plan, only: str) -> None:
     """The runs with their settings and what they will cost on this machine; and what is missing."""
-    plan = load_plan(path, out)
     runs = pick(plan, only)
     speed = _matmul_flops()
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -121,7 +119,7 @@ def show_dry_run(path: Path, out: Path | None, only: str) -> None:
         table.add_row(
             run.id, config.model_type, config.dataset, f"{config.max_lr:g}", f"{config.max_steps:,}", batch,
             str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}",
-            _hours(cost.seconds), f"{cost.disk / 2**30:.1f} GiB",
+            _hours(cost.seconds), f"{cost.disk / 2**20:,.0f} MiB",
         )  # fmt: skip
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     console.print(table)
@@ -130,7 +128,7 @@ def show_dry_run(path: Path, out: Path | None, only: str) -> None:
         console.print(f"and {later} more once the best {plan.choices[0].setting} of each arm is known")
     console.print(
         f"{len(runs)} runs, {_hours(total_seconds)} one after the other on this machine "
-        f"({speed / 1e9:,.0f} GFLOP/s at {EFFICIENCY:.0%}), at most {total_disk / 2**30:.1f} GiB"
+        f"({speed / 1e9:,.0f} GFLOP/s at {EFFICIENCY:.0%}), at most {total_disk / 2**20:,.0f} MiB"
     )
     for command in missing_data(runs):
         console.print(f"missing data; first: {command}", style="yellow")
@@ -168,6 +166,14 @@ def _matmul_flops() -> float:
     return 4 * 2 * size**3 / (time.perf_counter() - begin)
 
 
+def parse_overrides(words: list[str]) -> dict[str, str]:
+    """`--set max_steps=30`, for every run of the plan."""
+    for word in words:
+        if "=" not in word:
+            raise UserError(f"--set {word}: write KEY=VALUE, such as max_steps=30")
+    return {key.replace("-", "_"): value for key, _, value in (word.partition("=") for word in words)}
+
+
 def detach(arguments: list[str], log: Path) -> int:
     """Start `oelm run` again in a session of its own, so that a closed terminal does not end it."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -197,11 +203,10 @@ def _hours(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
-def submit_plan(path: Path, out: Path | None, only: str, options: dict[str, Any]) -> None:
+def submit_plan(plan: Plan, only: str, options: dict[str, Any]) -> None:
     """Submit to Slurm and say how to watch it."""
     from oelm.lab.slurm import submit
 
-    plan = load_plan(path, out)
     runs = pick(plan, only)
     check(plan, runs)
     place = runs[0].folder.path.parent

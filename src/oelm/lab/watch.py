@@ -152,7 +152,9 @@ def compare_runs(runs: list[Path]) -> None:
     curves: dict[str, dict[int, float]] = {}
     for run in runs:
         RunFolder(run).config()
-        curves[run.name] = {r["step"]: r["ppl"] for r in metrics.read(RunFolder(run).metrics, "val")}
+        curves[run.name] = {
+            r["step"]: math.exp(min(r["loss"], 700.0)) for r in metrics.read(RunFolder(run).metrics, "val")
+        }
         if not curves[run.name]:
             raise UserError(f"{run} has no validation yet: there is nothing to compare")
     common = sorted(set.intersection(*(set(curve) for curve in curves.values())))
