@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -42,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     argv = _with_underscores(list(sys.argv[1:] if arguments is None else arguments))
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, _leave)
     try:
         sys.exit(_run(argv))
     except UserError as error:
@@ -54,6 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except (OSError, UnicodeError, RecursionError, MemoryError) as error:
+        if debug:
+            raise
+        what = " ".join(str(error).split()) or type(error).__name__
+        print(f"oelm: error: {what} (--debug shows where)".encode(errors="replace").decode(), file=sys.stderr)
+        sys.exit(2)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """SIGTERM unwinds like Ctrl-C, so that nothing half-written stays behind."""
+    sys.exit(128 + number)
 
 
 def _run(argv: list[str]) -> int:
@@ -168,15 +183,15 @@ def _train(options: argparse.Namespace) -> int:
     if resume and options.resume != "auto" and not folder.config_file.exists():
         raise UserError(f"{folder.path} holds no run to resume: leave --resume out to start one, or name its folder")
     held = folder.config_file.exists() and not folder.finished() and not folder.alive()
+    if resume and folder.config_file.exists() and not options.config:
+        file = {**load_toml(folder.config_file), "out_dir": str(folder.path)}
     alone = "RANK" not in os.environ and sys.stdin.isatty() and sys.stdout.isatty()
     if held and not resume and alone:
         print(unfinished(folder).partition(": add")[0])
-        if input("Continue it? [Y/n] ").strip().lower() not in ("", "y", "yes"):
+        if not _yes("Continue it? [Y/n] "):
             print("left as it is")
             return 0
         resume = True
-    if resume and held and not options.config:
-        file = {**load_toml(folder.config_file), "out_dir": str(folder.path)}
 
     from oelm.train.run import train
 
@@ -190,6 +205,13 @@ def _train(options: argparse.Namespace) -> int:
         print(f"oelm: the run failed: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _yes(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("", "y", "yes")
+    except EOFError:
+        return False
 
 
 def _inspect_verb(parser: Parser) -> None:
@@ -238,8 +260,12 @@ def _generate_verb(parser: Parser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    if not 0 <= options.temperature < 1e6 or not 0 < options.top_p <= 1 or options.top_k < 0:
-        raise UserError("temperature must be 0 or more, top_p in (0, 1], top_k 0 or more")
+    if (
+        not (options.temperature == 0 or 0.01 <= options.temperature < 1e6)
+        or not 0 < options.top_p <= 1
+        or options.top_k < 0
+    ):
+        raise UserError("temperature must be 0 or at least 0.01, top_p in (0, 1], top_k 0 or more")
     if not 0 < options.max_tokens <= 1_000_000 or not 0 <= options.seed < 2**63:
         raise UserError("max_tokens must be 1 to 1,000,000 and seed 0 or more")
     from oelm.train.folder import RunFolder

@@ -5,6 +5,8 @@ attribute `config.max_lr`. Values resolve as defaults < preset < arm < file < fl
 result is written to `config.toml` in the run folder.
 """
 
+import hashlib
+import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -157,6 +159,11 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
     def replace(self, **values: Any) -> "RunConfig":
         return build({**self.model_dump(), **values})
 
+    def identity(self) -> str:
+        """Hash of the settings that decide what is computed, as against where and how."""
+        values = {key: value for key, value in self.model_dump().items() if key not in OPERATIONAL}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump())
 
@@ -208,6 +215,10 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
     """Check `values`; the first thing wrong becomes the message."""
+    for key, value in values.items():
+        field = RunConfig.model_fields.get(key)
+        if isinstance(value, bool) and field and field.annotation is not bool:
+            raise UserError(f"{key} {value}: must be a number or text, not true or false")
     try:
         return RunConfig(**values)
     except ValidationError as error:
@@ -221,9 +232,9 @@ def load_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except FileNotFoundError:
         raise UserError(f"no such config file: {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise UserError(f"cannot read config file {path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from None
 
 

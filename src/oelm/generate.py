@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from oelm.data.tokenizer import Tokenizer, load_tokenizer
 from oelm.errors import UserError
+from oelm.model import freeze
 from oelm.model.gpt import GPT
-from oelm.train.checkpoint import Checkpoint, pick
+from oelm.train.checkpoint import Checkpoint, load_frozen, pick
 from oelm.train.distributed import pick_device
 from oelm.train.folder import RunFolder
 
@@ -21,8 +21,15 @@ def load_run(run: Path, which: str, device: str, warn: Callable[[str], None]) ->
     found = pick(folder, which, warn)
     with torch.device("meta"):
         model = GPT(config)
-    frozen = load_file(folder.frozen) if folder.frozen.exists() else {}
-    model.load_state_dict({**found.model, **frozen}, assign=True)
+    frozen = load_frozen(folder) if freeze.frozen_names(model, config) else {}
+    try:
+        model.load_state_dict({**found.model, **frozen}, assign=True)
+    except RuntimeError as error:
+        raise UserError(
+            f"{folder.config_file} does not describe the checkpoint: {str(error).splitlines()[-1]}"
+        ) from None
+    if freeze.fingerprint(model, frozen) != found.state.get("frozen_hash"):
+        raise UserError(f"{folder.frozen} is damaged: its frozen parameters are not those of the run")
     return model.to(pick_device(device)).eval(), _tokenizer_of(folder, found)
 
 

@@ -1,13 +1,17 @@
 """The machine that a run is on: its cores, and what must stay the same for equal bits."""
 
+import ctypes
 import os
 import platform
 import socket
+import sys
 import time
 from datetime import datetime
 from typing import Any
 
 import psutil
+
+from oelm.errors import UserError
 
 
 def cores() -> int:
@@ -16,6 +20,25 @@ def cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:
         return os.cpu_count() or 1
+
+
+def place_in_world() -> tuple[int, int]:
+    """(rank, number of processes) as torchrun's environment says; alone without it."""
+    try:
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        rank = int(os.environ["RANK"]) if size > 1 else 0
+        if not 0 <= rank < size:
+            raise ValueError
+    except (KeyError, ValueError):
+        raise UserError("WORLD_SIZE and RANK in the environment do not fit together: start with torchrun") from None
+    return rank, size
+
+
+def leave_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when its parent dies, however it dies (Linux)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def now() -> str:

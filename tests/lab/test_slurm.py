@@ -13,7 +13,7 @@ import pytest
 from oelm.errors import UserError
 from oelm.lab.plan import load_plan
 from oelm.lab.queue import Queue
-from oelm.lab.slurm import submit
+from oelm.lab.slurm import queued_jobs, submit
 from oelm.lab.status import LabWatcher
 from tests.programmes.kill_resume import fingerprint
 
@@ -47,6 +47,7 @@ MpiDefault=none
 ReturnToService=2
 KillWait=5
 JobRequeue=1
+SchedulerParameters=sched_interval=2,bf_interval=2
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
@@ -110,14 +111,18 @@ def test_an_array_survives_a_preemption_and_ends_in_the_bits_of_local_runs(slurm
     first = plan.runs[0].folder
     job = next(j for j, name in json.loads((tmp_path / "cluster/.slurm-jobs.json").read_text()).items()
                if name == first.path.name)  # fmt: skip
-    states, preempted, deadline = set(), False, time.monotonic() + 240
+    states, preempted, hurried, deadline = set(), False, False, time.monotonic() + 240
     while not all(run.folder.finished() for run in plan.runs):
         states |= {status.state for status in watcher.look()}
         if not preempted and first.last_step() >= 20:
-            preempted = subprocess.run(["scancel", "--signal=TERM", job], capture_output=True).returncode == 0
+            subprocess.run(["scancel", "--signal=TERM", job], capture_output=True)
+            preempted = True
+        if preempted and not hurried and "BeginTime" in queued_jobs(tmp_path / "cluster").get(first.path.name, ""):
+            # Slurm lets a requeued job wait two minutes; the test does not.
+            hurried = not subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"]).returncode
         logs = "".join(p.read_text()[-500:] for p in (tmp_path / "cluster/.slurm").glob("*.err"))
         assert time.monotonic() < deadline, f"{states} {logs}"
-        time.sleep(0.1)
+        time.sleep(0.2)
     assert preempted
     assert {"queued", "running"} <= states
     assert len(json.loads(first.environment.read_text())["parts"]) == 2, "the preempted run has two parts"

@@ -99,7 +99,7 @@ def test_many_epochs_are_warned_about(tiny, data, tmp_path):
     for name in ("meta.json", "test.bin"):
         (small / name).unlink()
     np.fromfile(data / "train.bin", np.uint16)[:200].tofile(small / "train.bin")
-    assert "epochs: the training text repeats" in tiny("--max_steps", 4, "--data_path", small).out
+    assert "the training text is seen" in tiny("--max_steps", 4, "--data_path", small).out
 
 
 def test_published_token_files_without_meta_train(tiny, data, tmp_path):
@@ -397,4 +397,4 @@ def test_the_world_size_of_a_run_is_fixed(tiny, data, tmp_path):
         command(data, tmp_path / "run", *SMALL, "--resume", launcher=TORCHRUN), capture_output=True, text=True
     )
     assert done.returncode != 0
-    assert "processes = 1, not 2" in done.stderr
+    assert "was started with 1 processes, not 2" in done.stderr

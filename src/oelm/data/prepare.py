@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import multiprocessing
 import shutil
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -26,7 +27,7 @@ from oelm.data.tokenizer import TOKENIZER_FILE, Tokenizer, check_spec, load_toke
 from oelm.data.tokens import META_FILE, SPLITS, data_root, read_meta
 from oelm.errors import UserError
 from oelm.files import disk_errors, fsync_file, fsync_folder, lock_file, write_atomic, write_json
-from oelm.machine import cores
+from oelm.machine import cores, leave_with_parent
 
 BPE_SAMPLE_BYTES = 48 << 20
 HELD_OUT_BYTES = 4 << 20
@@ -98,7 +99,9 @@ def prepare(
         raise UserError(f"--held_out {held_out:g}: take a share above 0 and up to 0.4")
     if not name or "/" in name or name.startswith("."):
         raise UserError(f"data set name {name!r}: use letters, digits, - and _")
-    out = out or data_root() / name
+    if not 0 <= workers <= 1024:
+        raise UserError(f"--workers {workers}: take 1 to 1024")
+    out = (out or data_root() / name).resolve()
     _refuse_to_replace(out, spec, force)
     files = find_files(name, given)
     advice = "free some space or choose another place with --out; nothing was changed"
@@ -247,8 +250,12 @@ def _in_order(
             yield from _next(waiting)
     except BrokenProcessPool:
         raise UserError("a tokenising process was killed, perhaps for lack of memory: try --workers 1") from None
+    except BaseException:
+        for process in list(pool._processes.values()):
+            process.kill()
+        raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _next(waiting: deque[tuple[list[Piece], Future[list[PieceResult]]]]) -> Iterator[tuple[Piece, PieceResult]]:
@@ -274,6 +281,9 @@ _worker: tuple[Tokenizer, Rules, type]
 
 def _start_worker(spec: str, folder: Path, rules: Rules, dtype: type) -> None:
     global _worker
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+        leave_with_parent(signal.SIGKILL)
     _worker = (load_tokenizer(spec, folder), rules, dtype)
 
 
@@ -311,7 +321,12 @@ def _refuse_to_replace(out: Path, spec: str, force: bool) -> None:
     foreign = sorted(p.name for p in out.iterdir() if p.name not in OUR_FILES)
     if foreign:
         raise UserError(f"{out} holds other files ({foreign[0]}): choose an empty or new folder with --out")
-    meta = read_meta(out)
+    try:
+        meta = read_meta(out)
+    except UserError:
+        if force:
+            return
+        raise UserError(f"{out / META_FILE} is damaged: replace the folder with --force") from None
     if not force and meta and meta["tokenizer"] != spec:
         raise UserError(
             f"{out} holds {meta['tokenizer']} tokens: write these beside it with "

@@ -173,7 +173,7 @@ def _json_text(raw: bytes, path: Path, offset: int) -> str:
         if not isinstance(text, str):
             raise TypeError
         text.encode()  # lone surrogates are valid JSON and no text
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         with open(path, "rb") as file:
             line = file.read(offset).count(b"\n") + 1
         raise UserError(f'{path}, line {line}: expected an object {{"text": "…"}} in UTF-8') from None
@@ -214,23 +214,32 @@ def _local_files(given: list[Path]) -> list[SourceFile]:
     for path in given:
         if path.is_dir():
             known = {*_FORMATS, *_WHOLE_FILES}
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in known)
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in known and _is_text(p, path))
             if not inside:
                 raise UserError(f"no text in folder {path}: expected files ending in {' '.join(sorted(known))}")
             paths += [(file, file.relative_to(path)) for file in inside]
         elif path.is_file():
             paths.append((path, Path(path.name)))
         else:
-            raise UserError(f"no such file or folder: {path}")
-    sources = []
+            raise UserError(f"no such file or folder: {path} (--from takes ordinary files and folders)")
+    sources, seen = [], set()
     for path, named in paths:
+        if path.resolve() in seen:
+            raise UserError(f"{path} is given twice")
+        seen.add(path.resolve())
         if path.stat().st_size == 0:
-            raise UserError(f"{path} is empty")
+            raise UserError(f"{path} is empty: leave it out or give a file with text")
         sources.append(SourceFile(path, _split_of(named), _format_of(path)))
     if not any(source.split == "train" for source in sources):
         names = ", ".join(str(named) for _, named in paths[:5])
         raise UserError(f"no training text: {names} are all named as validation or test files")
     return sources
+
+
+def _is_text(path: Path, root: Path) -> bool:
+    """Whether a file in a folder is meant: not hidden, not empty."""
+    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    return not hidden and path.is_file() and path.stat().st_size > 0
 
 
 def _split_of(named: Path) -> str:

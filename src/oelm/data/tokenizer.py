@@ -103,8 +103,9 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, ids: list[int]) -> str:
-        ends = [END_OF_TEXT.encode() if i == self.end_of_text else bytes([i]) for i in ids]
-        return b"".join(ends).decode(errors="replace")
+        special = {self.end_of_text: END_OF_TEXT.encode()}
+        parts = [special.get(i, b"\xff") if i > 255 else bytes([i]) for i in ids]
+        return b"".join(parts).decode(errors="replace")
 
 
 def check_spec(spec: str) -> None:
@@ -112,7 +113,7 @@ def check_spec(spec: str) -> None:
     if spec in ("gpt2", "bytes"):
         return
     kind, _, size = spec.partition(":")
-    if kind != "bpe" or not size.isdigit():
+    if kind != "bpe" or not size.isascii() or not size.isdigit() or len(size) > 9:
         raise UserError(f"unknown tokenizer {spec}: take gpt2, bytes or bpe:N (for example bpe:1024)")
     if not 257 <= int(size) <= MAX_BPE:
         raise UserError(f"tokenizer {spec}: N must lie between 257 (the bytes and end-of-text) and {MAX_BPE:,}")

@@ -27,12 +27,20 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     path = folder / META_FILE
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        assert {"tokenizer", "tokenizer_hash", "vocab_size", "dtype", "splits"} <= meta.keys()
+        assert meta["dtype"] in ("uint16", "uint32")
+        assert isinstance(meta["vocab_size"], int)
+        assert meta["vocab_size"] > 0
+        assert all(isinstance(meta[key], str) and meta[key] for key in ("tokenizer", "tokenizer_hash", "source_hash"))
+        for split in SPLITS:
+            assert all(isinstance(meta["splits"][split][key], int) for key in ("tokens", "bytes"))
+            assert meta["splits"][split]["bytes"] > 0
         return meta
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AssertionError, AttributeError):
-        raise UserError(f"{path} is damaged: run oelm prepare again") from None
+    except PermissionError:
+        raise UserError(f"no right to read {path}: ask its owner") from None
+    except (OSError, ValueError, AssertionError, KeyError, TypeError):
+        raise UserError(f"{path} is damaged: run oelm prepare again with --force") from None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from oelm.lab.plan import Plan, load_plan
 from oelm.lab.queue import Queue
 from oelm.lab.status import LabWatcher
 from oelm.lab.verdict import ArmResult, as_rows, compare_arms
-from oelm.lab.watch import watching
+from oelm.lab.watch import make_console, watching
 from oelm.machine import cores
 
 DEMO_PLAN = Path(__file__).with_name("demo.toml")
@@ -28,7 +28,7 @@ def demo(out: Path, slots: int = 0) -> None:
     """Run the shipped demo plan in `out`, print the table and leave it there as summary.md."""
     if slots < 0 or slots > 64:
         raise UserError(f"--slots {slots}: take 1 to 64")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = make_console()
     begin = time.monotonic()
     data = out / "data" / "python-stdlib"
     if not (data.is_dir() and read_meta(data)):

@@ -119,7 +119,8 @@ class _Reader:
 
     def read(self) -> Plan:
         matrix, select = self._table("matrix"), self._table("select")
-        fixed, choices = ([], self._choices(matrix, select)) if select else (self._combinations(matrix), [])
+        chooses = "select" in self.content
+        fixed, choices = ([], self._choices(matrix, select)) if chooses else (self._combinations(matrix), [])
         fixed += [self._run(entry, "run", i) for i, entry in enumerate(self._list("run"))]
         plan = Plan(fixed, choices, **self._verdict(self._table("verdict")))
         everything = [*fixed, *(run for c in choices for runs in (c.candidates, *c.followers.values()) for run in runs)]

@@ -5,7 +5,6 @@ it: all is read from the run folders, so a killed queue that is started again lo
 folder's lock keeps any run from being done twice.
 """
 
-import ctypes
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from typing import IO, Any
 
 from oelm.lab.gpus import GpuPool
 from oelm.lab.plan import Plan, PlannedRun
-from oelm.machine import cores
+from oelm.machine import cores, leave_with_parent
 
 POLL_SECONDS = 0.2
 MAX_CRASHES = 3
@@ -148,7 +147,7 @@ class Queue:
             stderr=errors,
             env=environment,
             start_new_session=True,  # Ctrl-C reaches the queue alone, which then asks its runs to leave
-            preexec_fn=_leave_with_parent,
+            preexec_fn=lambda: leave_with_parent(signal.SIGTERM),
         )
         where = f" on GPU {','.join(map(str, gpus))}" if gpus else ""
         self.say(f"{run.id}: {'resumed' if run.folder.last_step() else 'started'}{where} (pid {process.pid})")
@@ -204,13 +203,6 @@ def train_command(run: PlannedRun, settings: dict[str, object]) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.processes}", *launcher]
     flags = [f"--{key}={value}" for key, value in settings.items()]
     return [sys.executable, *launcher, "train", "--resume=auto", *flags]
-
-
-def _leave_with_parent() -> None:
-    """Have the kernel send SIGTERM when the queue dies, however it dies (Linux)."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from oelm.data.tokens import check_data, data_root, open_data
@@ -18,7 +17,7 @@ from oelm.lab.gpus import GpuPool
 from oelm.lab.plan import Plan, PlannedRun
 from oelm.lab.queue import Queue
 from oelm.lab.status import LabWatcher
-from oelm.lab.watch import watching
+from oelm.lab.watch import make_console, watching
 from oelm.machine import cores
 
 EFFICIENCY = 0.5
@@ -40,7 +39,7 @@ def run_plan(plan: Plan, only: str, slots: int, gpus: GpuPool | None) -> dict[st
     """Check, then work through the plan; returns the failures."""
     runs = pick(plan, only)
     check(plan, runs)
-    console = Console(highlight=False)
+    console = make_console()
     slots = slots or (max(1, cores() // 2) if gpus is None else 64)
     done = sum(run.folder.finished() for run in runs)
     console.print(f"{plan.total} runs, {done} of the first {len(runs)} finished; {_places(slots, gpus)}")
@@ -121,7 +120,7 @@ def show_dry_run(plan: Plan, only: str) -> None:
             str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}",
             _hours(cost.seconds), f"{cost.disk / 2**20:,.0f} MiB",
         )  # fmt: skip
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = make_console()
     console.print(table)
     later = plan.total - len(plan.runs)
     if later and not only:

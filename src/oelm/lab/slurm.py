@@ -29,10 +29,17 @@ class SlurmJob:
     def __call__(self) -> int:
         """Train; if Slurm's signal ended it, go back into the queue."""
         child = subprocess.Popen(self.command, start_new_session=True)
+        preempted = []
+
+        def pass_on(number: int, frame: object) -> None:
+            preempted.append(number)
+            child.send_signal(signal.SIGTERM)
+
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda *_: child.send_signal(signal.SIGTERM))
+            signal.signal(number, pass_on)
         code = child.wait()
-        if code == 128 + signal.SIGTERM:
+        if code and (preempted or code == 128 + signal.SIGTERM):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             subprocess.run(["scontrol", "requeue", _this_job()], check=True)
             time.sleep(300)  # Slurm ends this process; returning would count as done
         return code
@@ -59,14 +66,17 @@ def submit(plan: Plan, runs: list[PlannedRun], out: Path, options: dict[str, Any
     executor = submitit.AutoExecutor(folder=out / ".slurm", cluster="slurm")
     executor.update_parameters(name="oelm", slurm_array_parallelism=len(todo), **_parameters(todo, options))
     threads = int(options.get("cpus") or 1)
-    with executor.batch():
-        jobs = []
-        for run in todo:
-            settings = {"threads": max(1, threads // run.processes), **run.settings}
-            settings["out_dir"] = str(run.folder.path.absolute())
-            if settings.get("data_path"):
-                settings["data_path"] = str(Path(settings["data_path"]).absolute())
-            jobs.append(executor.submit(SlurmJob(train_command(run, settings))))
+    jobs = []
+    try:
+        with executor.batch():
+            for run in todo:
+                settings = {"threads": max(1, threads // run.processes), **run.settings}
+                settings["out_dir"] = str(run.folder.path.absolute())
+                if settings.get("data_path"):
+                    settings["data_path"] = str(Path(settings["data_path"]).absolute())
+                jobs.append(executor.submit(SlurmJob(train_command(run, settings))))
+    except submitit.core.utils.FailedJobError as error:
+        raise UserError(f"Slurm refused the jobs: {(str(error).splitlines() or ['no reason given'])[-1]}") from None
     ids = [job.job_id for job in jobs]
     known = _read_jobs(out)
     known.update({job: run.folder.path.name for job, run in zip(ids, todo, strict=True)})

@@ -117,10 +117,7 @@ class RunWatcher:
                 self.val[record["step"]] = record["loss"]
 
     def _parts(self) -> list[dict[str, Any]]:
-        try:
-            return json.loads(self.folder.environment.read_text())["parts"]
-        except (OSError, ValueError, KeyError):
-            return []
+        return self.folder.read_environment()
 
     def _first_start(self) -> str | None:
         parts = self._parts()

@@ -25,9 +25,14 @@ from oelm.train.folder import RunFolder
 STYLES = {"finished": "green", "running": "bold", "failed": "red", "died": "red", "waiting": "dim", "queued": "dim"}
 
 
+def make_console() -> Console:
+    """As wide as the terminal; wide enough for any table elsewhere."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+
+
 def show_status(root: Path, watch: bool, as_json: bool) -> None:
     watcher = watch_folder(root)
-    console = Console(highlight=False)
+    console = make_console()
     if as_json:
         print(json.dumps([asdict(status) for status in watcher.look()], indent=2))
         return
@@ -113,7 +118,7 @@ def show_log(run: Path, follow: bool) -> None:
 
 def stop_runs(runs: list[Path], wait: float = 60.0) -> None:
     """Ask runs to save and leave, and wait until they have."""
-    console = Console(highlight=False)
+    console = make_console()
     alive = []
     for run in runs:
         folder = RunFolder(run)
@@ -148,7 +153,7 @@ def running_below(root: Path) -> list[Path]:
 
 def compare_runs(runs: list[Path]) -> None:
     """A table of validation losses at common steps, and the curves as a chart of characters."""
-    console = Console(highlight=False)
+    console = make_console()
     curves: dict[str, dict[int, float]] = {}
     for run in runs:
         RunFolder(run).config()

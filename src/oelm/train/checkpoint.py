@@ -7,8 +7,10 @@ A checkpoint is written under another name, synced, and renamed; the links are r
 Whatever the moment of a crash, the newest whole checkpoint can be found and proved whole.
 """
 
+import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,7 +63,11 @@ def save(folder: RunFolder, step: int, model: Mapping[str, Tensor], optimizer: T
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # its own kind of error, also for a full disk
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from None
     path.chmod(0o666 & ~_umask())  # safetensors keeps its files to their owner; colleagues may load these
     fsync_file(path)
 
@@ -87,25 +93,28 @@ def load(path: Path) -> Checkpoint:
         for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
             if sha256_file(path / name) != manifest[name]:
                 raise ValueError(f"{name} does not match its hash")
-        return Checkpoint(
-            path,
-            load_file(path / "model.safetensors"),
-            load_file(path / "optimizer.safetensors"),
-            json.loads((path / "state.json").read_text()),
-        )
+        state = json.loads((path / "state.json").read_text())
+        if not isinstance(state["step"], int) or f"step-{state['step']:08d}" != path.resolve().name[:13]:
+            raise ValueError("state.json is of another step")
+        model, optimizer = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+        return Checkpoint(path.resolve(), model, optimizer, state)
+    except PermissionError as error:
+        raise UserError(f"no right to read {error.filename}: ask its owner") from None
     except (OSError, KeyError, TypeError, AttributeError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-def newest(folder: RunFolder, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint; damaged ones are named loudly and passed over."""
+def newest(folder: RunFolder, warn: Callable[[str], None], at_most: int = 10**9) -> Checkpoint | None:
+    """The newest whole checkpoint, not behind step `at_most`; damaged ones are named loudly and passed over."""
     candidates = sorted(folder.path.glob("step-*"), key=lambda p: (p.name[:13], p.suffix != ".old"), reverse=True)
     for path in candidates:
+        if not path.name[5:13].isdigit() or int(path.name[5:13]) > at_most:
+            continue
         try:
             return load(path)
         except ValueError as error:
             warn(f"WARNING: checkpoint {path} is damaged ({error}): falling back to the one before it")
-    if candidates:
+    if candidates and at_most == 10**9:
         raise UserError(
             f"every checkpoint in {folder.path} is damaged: restore a copy, or start again in another --out_dir"
         )
@@ -129,6 +138,25 @@ def pick(folder: RunFolder, which: str, warn: Callable[[str], None]) -> Checkpoi
     if found is None:
         raise UserError(f"{folder.path} has no checkpoint yet: let it train up to its first validation")
     return found
+
+
+def load_frozen(folder: RunFolder) -> Tensors:
+    """The tensors that are frozen for the whole run."""
+    try:
+        return load_file(folder.frozen)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder.frozen} is damaged or missing ({error}): restore it from a copy") from None
+
+
+def point_at(folder: RunFolder, found: Checkpoint, best_step: int) -> None:
+    """Set the links as they must be after `found`: a crash may have come between a rename and its links."""
+    final = folder.step_folder(found.state["step"])
+    if found.path.name != final.name:
+        _remove(final)
+        found.path.rename(final)
+    link(folder.last, final)
+    if folder.step_folder(best_step).exists():
+        link(folder.best, folder.step_folder(best_step))
 
 
 def prune(folder: RunFolder, save_interval: int, keep_saves: int) -> None:

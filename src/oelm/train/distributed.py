@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oelm.errors import UserError
-from oelm.machine import cores
+from oelm.machine import cores, place_in_world
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class World:
 @contextmanager
 def join(device: str, threads: int) -> Iterator[World]:
     """Set up this process as torchrun's environment says; alone without it."""
-    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    rank, size = place_in_world()
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     place = pick_device(device, local_rank)
     torch.set_num_threads(threads or max(1, cores() // local_size))

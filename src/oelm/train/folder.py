@@ -11,6 +11,7 @@ No torch here: a folder is claimed, refused or read before torch is imported.
 import fcntl
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,6 +49,11 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any] | None:
         return _read_json(self.summary)
 
+    def read_environment(self) -> list[dict[str, Any]]:
+        """The machines of the run's parts so far."""
+        parts = (_read_json(self.environment) or {}).get("parts")
+        return parts if isinstance(parts, list) else []
+
     def finished(self) -> bool:
         return (self.read_summary() or {}).get("state") == "finished"
 
@@ -79,11 +85,20 @@ def claim(config: RunConfig, resume: bool) -> Iterator[RunFolder]:
             _refuse_foreign(folder)
             folder.path.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_file(folder.lock, refusal, who))
-            if folder.config_file.exists():
+            fresh = not folder.config_file.exists()
+            for litter in folder.path.glob(".*.tmp"):
+                litter.unlink()
+            if fresh:
+                write_atomic(folder.config_file, config.to_toml())
+            else:
                 _refuse_to_overwrite(folder, config, resume)
-            write_atomic(folder.config_file, config.to_toml())
             folder.summary.unlink(missing_ok=True)
-        yield folder
+        try:
+            yield folder
+        except UserError:
+            if fresh and not folder.last_step():
+                shutil.rmtree(folder.path)  # refused before it began: as if it had never been tried
+            raise
 
 
 def _refuse_foreign(folder: RunFolder) -> None:
@@ -127,6 +142,7 @@ def unfinished(folder: RunFolder) -> str:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return value if isinstance(value, dict) else None

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from oelm.config import RunConfig
@@ -24,7 +24,7 @@ from oelm.train.clock import peak_memory, roughly
 from oelm.train.console import Reporter
 from oelm.train.distributed import World
 from oelm.train.folder import RunFolder
-from oelm.train.metrics import Metrics, cut_to
+from oelm.train.metrics import Metrics, cut_to, whole_until
 from oelm.train.optim import build_optimizer, learning_rate, optimizer_tensors, restore_optimizer
 from oelm.train.task import Interrupted, ReadAhead, Task
 
@@ -44,7 +44,25 @@ class State:
     started: str = ""
     scaler: dict[str, Any] = field(default_factory=dict)
     frozen_hash: str = ""
+    config_hash: str = ""
+    """Of the settings that decide what is computed."""
     data: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], path: Path) -> "State":
+        """A state read from a checkpoint; refused if a field is missing or of another type."""
+        blank = asdict(cls())
+        for name, default in blank.items():
+            kinds = (
+                (float, int, type(None))
+                if name == "best_loss"
+                else (float, int)
+                if name == "elapsed"
+                else type(default)
+            )
+            if not isinstance(values.get(name), kinds):
+                raise UserError(f"{path / 'state.json'} is damaged: {name} is {values.get(name)!r}")
+        return cls(**{name: values[name] for name in blank})
 
 
 class StopRequest:
@@ -79,7 +97,7 @@ class Trainer:
     ) -> None:
         self.config, self.task, self.world, self.folder, self.reporter = config, task, world, folder, reporter
         self.stop = StopRequest()
-        self.state = State(started=started, data=task.identity())
+        self.state = State(started=started, data=task.identity(), config_hash=config.identity())
         self.model = task.build_model().to(world.device)
         self.frozen = freeze.apply(self.model, config)
         self.optimizer = build_optimizer(self.model, config, world.device)
@@ -104,7 +122,7 @@ class Trainer:
                 while True:
                     if self._evaluation_due():
                         self._evaluate()
-                    if state.step == config.max_steps:
+                    if state.step >= config.max_steps:
                         return state
                     self._step(read)
         finally:
@@ -157,7 +175,7 @@ class Trainer:
             norm_or_none = norm if math.isfinite(norm) else None
             self.metrics.write("train", state.step, loss=loss, lr=rate, grad_norm=norm_or_none, seconds=seconds)
         speed = config.tokens_per_step / seconds
-        best = f"best val ppl {math.exp(state.best_loss):.2f}" if state.best_loss is not None else ""
+        best = f"best val ppl {math.exp(min(state.best_loss, 700.0)):.2f}" if state.best_loss is not None else ""
         self.reporter.advance(state.step, f"loss {loss:.4f}  {speed:,.0f} tok/s  {best}")
         interval = min(config.log_interval, max(1, config.max_steps // 20))
         if state.step % interval == 0 or state.step == 1:
@@ -221,7 +239,10 @@ class Trainer:
 
     def _restore(self) -> None:
         """Continue from the newest whole checkpoint; from the beginning if there is none yet."""
-        found = checkpoint.newest(self.folder, self.reporter.say)
+        whole = whole_until(self.folder.metrics)
+        if whole < self.folder.last_step():
+            self.reporter.say(f"WARNING: {self.folder.metrics} is whole only up to step {whole:,}: going back to there")
+        found = checkpoint.newest(self.folder, self.reporter.say, at_most=whole)
         step = found.state["step"] if found else 0
         if self.world.from_leader(step) != step:
             raise UserError(f"the processes see different checkpoints in {self.folder.path}: is it on a shared disk?")
@@ -229,20 +250,25 @@ class Trainer:
             checkpoint.sweep(self.folder)
             cut_to(self.folder.metrics, step, evaluated=bool(found and found.state["evaluated"]))
         if found is None:
-            self.reporter.say("no checkpoint yet: starting from step 0")
+            self.reporter.say("no checkpoint to go on from: starting from step 0")
             if self.world.leads and self.frozen:
                 self._write_frozen()
             return
-        if found.state["data"] != json.loads(json.dumps(self.state.data)):
-            _refuse_other_data(found.state["data"], self.state.data)
-        frozen = load_file(self.folder.frozen) if self.frozen else {}
+        before = State.from_json(found.state, found.path)
+        if before.config_hash != self.state.config_hash:
+            raise UserError(f"{self.folder.config_file} was edited since {found.path.name}: put the old settings back")
+        if before.data != json.loads(json.dumps(self.state.data)):
+            _refuse_other_data(before.data, self.state.data)
+        frozen = checkpoint.load_frozen(self.folder) if self.frozen else {}
         self.model.load_state_dict({**found.model, **frozen})
         restore_optimizer(self.model, self.optimizer, found.optimizer)
-        self.state.__dict__.update(found.state)
+        self.state.__dict__.update(before.__dict__)
         if self.state.scaler:
             self.scaler.load_state_dict(self.state.scaler)
         if freeze.fingerprint(self.model, self.frozen) != self.state.frozen_hash:
             raise UserError(f"{self.folder.frozen} is damaged: its frozen parameters are not those of the run")
+        if self.world.leads:
+            checkpoint.point_at(self.folder, found, self.state.best_step)
         self.reporter.say(f"resumed from {found.path} at step {step:,}")
 
     def _write_frozen(self) -> None:

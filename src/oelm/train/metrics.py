@@ -58,6 +58,16 @@ def cut_to(path: Path, step: int, evaluated: bool) -> None:
         file.truncate(keep)
 
 
+def whole_until(path: Path) -> int:
+    """The last step up to which every training step stands in the file, once and in order."""
+    step = 0
+    for record in read(path, "train"):
+        if record["step"] != step + 1 or not isinstance(record.get("seconds"), float):
+            break
+        step += 1
+    return step
+
+
 def read(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
     """Whole records of a metrics file, of one kind or all; a line still being written is left out."""
     try:
@@ -75,6 +85,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-        return record if isinstance(record, dict) and {"kind", "step"} <= record.keys() else None
+        whole = isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
+        return record if whole else None
     except ValueError:
         return None

@@ -1,6 +1,5 @@
 """A whole run: check everything, claim the folder, train, and write down what came of it."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,8 +13,8 @@ from oelm.config import RunConfig
 from oelm.data.tokenizer import TOKENIZER_FILE
 from oelm.data.tokens import TokenData, check_data, open_data
 from oelm.errors import RunFailed, Stopped, UserError
-from oelm.files import write_json
-from oelm.machine import describe, now
+from oelm.files import disk_errors, write_json
+from oelm.machine import describe, now, place_in_world
 from oelm.train.folder import RunFolder, claim
 
 
@@ -24,15 +23,17 @@ def train(config: RunConfig, resume: bool = False, vocab_is_set: bool = False) -
 
     Whatever can be refused is refused before the folder is touched and before torch is imported.
     """
-    config = config.replace(processes=int(os.environ.get("WORLD_SIZE", 1)))
+    rank, size = place_in_world()
+    config = config.replace(processes=size)
     data = open_data(config.dataset, config.data_path)
     if data.vocab_size and not vocab_is_set:
         config = config.replace(vocab_size=data.vocab_size)
     check_data(data, config.seq_len, config.vocab_size)
-    if int(os.environ.get("RANK", 0)) != 0:
+    advice = f"free some space, then continue with oelm train --resume {config.folder}"
+    if rank != 0:
         _train_in(RunFolder(config.folder), config, data, resume)
         return RunFolder(config.folder)
-    with claim(config, resume) as folder:
+    with claim(config, resume) as folder, disk_errors(f"training in {folder.path}", advice):
         _train_in(folder, config, data, resume)
     return folder
 
@@ -51,11 +52,11 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
                 _copy_tokenizer(data, folder)
                 _write_environment(folder, config, data, machine, str(world.device))
             task = LanguageModelling(config, data, world)
-            trainer = Trainer(config, task, world, folder, reporter, machine["started"])
-            if world.leads:
-                for line in _opening(config, task.epochs(config.max_steps), world.device.type):
-                    reporter.say(line)
             with _named_failures(world.size):
+                trainer = Trainer(config, task, world, folder, reporter, machine["started"])
+                if world.leads:
+                    for line in _opening(config, task.epochs(config.max_steps), world.device.type):
+                        reporter.say(line)
                 state = trainer.run(resume)
         except (Stopped, RunFailed, UserError) as error:
             if world.leads:
@@ -203,8 +204,6 @@ def _write_environment(
     folder: RunFolder, config: RunConfig, data: TokenData, machine: dict[str, Any], device: str
 ) -> None:
     """Versions, device, threads, code and data of every part of the run."""
-    import json
-
     import numpy
     import torch
 
@@ -219,10 +218,8 @@ def _write_environment(
         "processes": config.processes,
         "git": _git_commit(),
     }
-    parts = []
-    if folder.environment.exists():
-        parts = json.loads(folder.environment.read_text())["parts"]
-    write_json(folder.environment, {"data": data.identity(), "parts": [*parts, part]})
+    before = folder.read_environment()
+    write_json(folder.environment, {"data": data.identity(), "parts": [*before, part]})
 
 
 def _git_commit() -> str | None:
