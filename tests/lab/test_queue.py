@@ -12,6 +12,7 @@ from oelm.lab.plan import Plan, PlannedRun, load_plan
 from oelm.lab.queue import Queue
 from oelm.lab.status import RunWatcher
 from oelm.lab.verdict import as_rows, compare_arms
+from tests.programmes.kill_resume import fingerprint
 
 
 def state(run):
@@ -217,3 +218,27 @@ def test_comparing_without_a_baseline_is_refused(tmp_path, plan):
     missing = PlannedRun("x", {**plan.runs[0].settings, "out_dir": str(tmp_path / "x")})
     with pytest.raises(UserError, match="no finished run of the baseline"):
         compare_arms(Plan([missing]))
+
+
+def test_a_killed_rank_ends_the_run_by_name_and_it_is_resumed_to_the_same_bits(data, tmp_path):
+    """`gpus_per_run = 2` on the CPU: two gloo processes under torchrun."""
+    settings = dict(preset="tiny", data_path=str(data), max_steps=300, val_interval=10, device="cpu", threads=1)
+    whole, cut = (PlannedRun(n, {**settings, "out_dir": str(tmp_path / n)}, processes=2) for n in ("whole", "cut"))
+    assert Queue(Plan([whole]), 1).run() == {}
+    lines, killed = [], []
+
+    def watch():
+        if not killed and cut.folder.last_step() >= 20:
+            for process in psutil.process_iter(["cmdline", "environ"]):
+                words, environment = process.info["cmdline"] or [], process.info["environ"] or {}
+                if str(tmp_path / "cut") in " ".join(words) and environment.get("RANK") == "1":
+                    process.kill()
+                    killed.append(time.monotonic())
+        if killed and len(killed) == 1 and any("died" in line for line in lines):
+            killed.append(time.monotonic())
+
+    assert Queue(Plan([cut]), 1, say=lines.append).run(watch) == {}
+    assert len(killed) == 2
+    assert killed[1] - killed[0] < 15
+    assert any("the process of rank 1 ended with exit code -9" in line for line in lines), lines
+    assert fingerprint(cut.folder) == fingerprint(whole.folder)

@@ -24,6 +24,7 @@ from oelm.machine import cores, leave_with_parent
 POLL_SECONDS = 0.2
 MAX_CRASHES = 3
 """Times a run may die without having come further before the queue gives it up."""
+ASKED_TO_LEAVE = {128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, -signal.SIGTERM}
 STOP_SECONDS = 60.0
 """How long runs may take to save when the queue is stopped."""
 
@@ -45,15 +46,24 @@ class Worker:
         return (self.run.folder.read_summary() or {}) if written >= self.started else {}
 
     def last_words(self) -> str:
-        """Why it ended, in one line; under torchrun, with the process that ended first."""
+        """Why it ended, in one line."""
+        text = self._said()
+        own = re.findall(r"^oelm: (?:error: )?(.*)$", text, re.M)
+        if own:
+            return own[0]
+        last = (text.strip().splitlines() or ["no message"])[-1].strip()
+        return self.first_to_die() or f"{last} (exit code {self.process.returncode})"
+
+    def first_to_die(self) -> str:
+        """Under torchrun, the process that died first and took the others along; "" if they were asked to leave."""
+        root = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", self._said(), re.S)
+        if root is None or int(root[2]) in ASKED_TO_LEAVE:
+            return ""
+        return f"the process of rank {root[1]} ended with exit code {root[2]}"
+
+    def _said(self) -> str:
         self.errors.seek(0)
-        text = self.errors.read().decode(errors="replace")
-        said = re.findall(r"^oelm: (?:error: )?(.*)$", text, re.M)
-        rank = re.search(r"rank\s*:\s*(\d+) \(local_rank.*?\n\s*exitcode\s*:\s*(-?\d+)", text)
-        words = said[0] if said else (text.strip().splitlines() or ["no message"])[-1].strip()
-        if rank and not said:
-            words = f"process of rank {rank[1]} ended with exit code {rank[2]}"
-        return f"{words} (exit code {self.process.returncode})" if not said else words
+        return self.errors.read().decode(errors="replace")
 
 
 @dataclass
@@ -163,7 +173,7 @@ class Queue:
         state, code = summary.get("state"), worker.process.returncode
         if state == "finished":
             self.say(f"{run.id}: finished, val PPL {summary['final_perplexity']:.3f}")
-        elif state == "stopped":
+        elif state == "stopped" and not worker.first_to_die():
             self._stopped.add(run.id)
             self.say(f"{run.id}: stopped at step {run.folder.last_step():,}, as asked")
         elif code == 2 and run.folder.alive():
@@ -175,7 +185,7 @@ class Queue:
             self._try_again(worker, summary)
 
     def _try_again(self, worker: Worker, summary: dict[str, object]) -> None:
-        run, reason = worker.run, str(summary.get("reason") or worker.last_words())
+        run, reason = worker.run, worker.first_to_die() or str(summary.get("reason") or worker.last_words())
         if run.folder.last_step() > self._crashed_at.get(run.id, 0):
             self._crashes[run.id] = 0  # it had come further since
         self._crashed_at[run.id] = run.folder.last_step()
