@@ -1,7 +1,7 @@
 import pytest
 
 from oelm.arms import ARMS
-from oelm.cli import _with_underscores
+from oelm.cli.parser import with_underscores
 from oelm.config import OPERATIONAL, PRESETS, RunConfig, load_toml, resolve
 from oelm.errors import UserError
 
@@ -86,7 +86,7 @@ def test_a_bad_value_is_named_in_one_line(flags, words):
 
 def test_flags_take_dashes_or_underscores_and_values_keep_theirs():
     argv = ["--max-lr=1e-3", "--out-dir", "a-b_c", "--d_model", "8", "-h", "--from=x-y"]
-    assert _with_underscores(argv) == ["--max_lr=1e-3", "--out_dir", "a-b_c", "--d_model", "8", "-h", "--from=x-y"]
+    assert with_underscores(argv) == ["--max_lr=1e-3", "--out_dir", "a-b_c", "--d_model", "8", "-h", "--from=x-y"]
 
 
 def test_presets_are_of_the_documented_sizes():

@@ -1,0 +1,106 @@
+"""The command line: verbs to functions, nothing more. Imports torch only inside the verbs that need it."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from oelm import __version__
+from oelm.cli import lab, model
+from oelm.cli.parser import Parser, with_underscores
+from oelm.errors import UserError, nearest
+
+OVERVIEW = """\
+Train small language models whose attention Query/Key projections are frozen at an orthogonal start,
+and find out honestly what that costs.
+
+  oelm demo                                          the whole story in five minutes, no download
+  oelm prepare tinystories --from stories/           text to token files
+  oelm train --model_type oelm_v2 --preset pocket    train one arm
+  oelm run plans/pocket.toml                         a plan of many runs, queued and resumed
+  oelm status                                        where they are
+  oelm inspect --model_type oelm_v2                  parameters, FLOPs, memory, bounds
+  oelm generate outputs/RUN --prompt "Once upon"     sample from a run
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    argv = with_underscores(list(sys.argv[1:] if arguments is None else arguments))
+    debug = "--debug" in argv
+    argv = [word for word in argv if word != "--debug"]
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, _leave)
+    try:
+        sys.exit(_run(argv))
+    except UserError as error:
+        if debug:
+            raise
+        print(f"oelm: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (OSError, UnicodeError, RecursionError, MemoryError) as error:
+        if debug:
+            raise
+        what = " ".join(str(error).split()) or type(error).__name__
+        print(f"oelm: error: {what} (--debug shows where)".encode(errors="replace").decode(), file=sys.stderr)
+        sys.exit(2)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """SIGTERM unwinds like Ctrl-C, so that nothing half-written stays behind."""
+    sys.exit(128 + number)
+
+
+def _run(argv: list[str]) -> int:
+    parser, verbs = _parsers()
+    if not argv:
+        parser.print_help()
+        return 0
+    if not argv[0].startswith("-") and argv[0] not in verbs:
+        raise UserError(f"unknown verb {argv[0]}: {nearest(argv[0], verbs)}")
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        verb = verbs.get(getattr(known, "verb", None) or "", parser)
+        flag = unknown[0].partition("=")[0]
+        hint = nearest(flag, verb.flags()) if flag.startswith("--") else f"see {verb.prog} --help"
+        raise UserError(f"unknown argument {unknown[0]}: {hint}")
+    known.argv = argv
+    return known.run(known) or 0
+
+
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    parser = Parser(prog="oelm", description=OVERVIEW)
+    parser.add_argument("--version", action="version", version=f"oelm {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
+    verbs = {}
+    for name, build in VERBS.items():
+        about = (build.__doc__ or "").partition("\n")
+        verb = subparsers.add_parser(name, help=about[0], description=f"{about[0]}\n{_dedent(about[2])}")
+        build(verb)
+        verbs[name] = verb
+    return parser, verbs
+
+
+VERBS = {
+    "prepare": model.prepare_verb,
+    "train": model.train_verb,
+    "run": lab.run_verb,
+    "status": lab.status_verb,
+    "logs": lab.logs_verb,
+    "stop": lab.stop_verb,
+    "compare": lab.compare_verb,
+    "inspect": model.inspect_verb,
+    "generate": model.generate_verb,
+    "demo": lab.demo_verb,
+}
+
+
+def _dedent(text: str) -> str:
+    return "\n".join(line.removeprefix("    ") for line in text.splitlines())

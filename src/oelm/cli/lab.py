@@ -1,0 +1,156 @@
+"""Verbs about many runs: run, status, logs, stop, compare, demo."""
+
+import argparse
+from pathlib import Path
+
+from oelm.cli.parser import Parser
+from oelm.errors import UserError
+
+
+def run_verb(parser: Parser) -> None:
+    """Work through a plan of runs: queued, resumed, retried; here or on Slurm.
+
+    oelm run plans/phase3.toml --dry-run                     what it would do, and what is missing
+    oelm run plans/phase3.toml --gpus auto --detach          whenever a shared GPU is free
+    oelm run plans/phase3.toml --only GPT-01,GPT-02 --gpus 2,3
+    oelm run plans/phase3.toml --only GPT-01 --set max_steps=30 --out outputs/try
+    oelm run plans/pocket.toml --slots 2                     two side by side on the CPU
+    oelm run plans/phase3.toml --on slurm --partition gpu --time 720 --gres gpu:1
+
+    Finished runs are skipped, unfinished ones resumed: the same command goes on where it was.
+    """
+    parser.add_argument("plan", type=Path, metavar="PLAN.toml", help="see plans/ for examples")
+    parser.add_argument("--dry_run", action="store_true", help="check and print everything, start nothing")
+    parser.add_argument("--only", default="", metavar="ID,ID", help="only these runs")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for every run of the plan")
+    parser.add_argument(
+        "--gpus", metavar="auto|2,3", help="GPUs to use, each when nobody else does; default: CPU slots"
+    )
+    parser.add_argument("--slots", type=int, default=0, metavar="N", help="runs side by side; default: half the cores")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the run folders go; default: what the plan says")
+    parser.add_argument("--detach", action="store_true", help="go on in the background, without this terminal")
+    parser.add_argument("--on", choices=["here", "slurm"], default="here", help="default here")
+    group = parser.add_argument_group("slurm")
+    group.add_argument("--partition", metavar="NAME")
+    group.add_argument(
+        "--time", type=int, dest="minutes", metavar="MINUTES", help="time limit of a job; it is requeued"
+    )
+    group.add_argument("--gres", metavar="gpu:1")
+    group.add_argument("--cpus", type=int, metavar="N", help="cores per job (default 1)")
+    group.add_argument("--mem", metavar="8G")
+    parser.set_defaults(run=_run_plan)
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    if not 0 <= options.slots <= 1024:
+        raise UserError(f"--slots {options.slots}: take 1 to 1024")
+    from oelm.lab import run
+    from oelm.lab.plan import load_plan
+
+    plan = load_plan(options.plan, options.out, **run.parse_overrides(options.set))
+    if options.dry_run:
+        run.show_dry_run(plan, options.only)
+        return 0
+    if options.on == "slurm":
+        keys = ("partition", "minutes", "gres", "cpus", "mem")
+        run.submit_plan(plan, options.only, {key: getattr(options, key) for key in keys})
+        return 0
+    if options.detach:
+        log = Path(options.out or "outputs") / f"{options.plan.stem}.queue.log"
+        run.detach([word for word in options.argv if word != "--detach"], log)
+        return 0
+    from oelm.lab.gpus import GpuPool, parse_gpus
+
+    gpus = GpuPool(parse_gpus(options.gpus)) if options.gpus else None
+    return 1 if run.run_plan(plan, options.only, options.slots, gpus) else 0
+
+
+def status_verb(parser: Parser) -> None:
+    """Where the runs are: step, time left, loss, gap to the baseline at the same step.
+
+    oelm status                  runs below outputs/
+    oelm status DIR --watch      again every second
+    oelm status DIR --json
+    """
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("outputs"), metavar="DIR", help="default outputs/")
+    parser.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_status)
+
+
+def _status(options: argparse.Namespace) -> None:
+    from oelm.lab.watch import show_status
+
+    show_status(options.folder, options.watch, options.json)
+
+
+def logs_verb(parser: Parser) -> None:
+    """Print a run's log.
+
+    oelm logs outputs/GPT-01_baseline -f
+    """
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on as the run does")
+    parser.set_defaults(run=_logs)
+
+
+def _logs(options: argparse.Namespace) -> None:
+    from oelm.lab.watch import show_log
+
+    show_log(options.run_dir, options.follow)
+
+
+def stop_verb(parser: Parser) -> None:
+    """Ask runs to save and leave.
+
+    oelm stop outputs/GPT-01_baseline
+    oelm stop --all              every run below outputs/
+    """
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders; with --all, where to look")
+    parser.add_argument("--all", action="store_true", help="every run below the given folders, or outputs/")
+    parser.set_defaults(run=_stop)
+
+
+def _stop(options: argparse.Namespace) -> None:
+    from oelm.lab.watch import running_below, stop_runs
+
+    if not options.runs and not options.all:
+        raise UserError("which run? give its folder, or --all")
+    if options.all:
+        stop_runs([run for root in options.runs or [Path("outputs")] for run in running_below(root)])
+    else:
+        stop_runs(options.runs)
+
+
+def compare_verb(parser: Parser) -> None:
+    """Compare the validation curves of runs, in a table and a chart.
+
+    oelm compare outputs/GPT-01_baseline outputs/GPT-02_oelm_freeze
+    """
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders; gaps are to the first")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from oelm.lab.watch import compare_runs
+
+    compare_runs(options.runs)
+
+
+def demo_verb(parser: Parser) -> None:
+    """The whole story on this machine: prepare, three arms x three seeds, verdict.
+
+    oelm demo
+    oelm demo --out demo --slots 2
+    """
+    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="default demo/")
+    parser.add_argument(
+        "--slots", type=int, default=0, metavar="N", help="runs side by side; default: cores, at most 4"
+    )
+    parser.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from oelm.lab.demo import demo
+
+    demo(options.out, options.slots)
