@@ -38,6 +38,13 @@ def test_help_imports_no_torch(arguments):
         (["prepare", "mine", "--from", ".", "--tokenizer", "bpe:5"], ["bpe:5", "257"]),
         (["prepare", "../up", "--from", "."], ["../up"]),
         (["demo", "--slots", "-1"], ["--slots"]),
+        (["train", "--resume"], ["holds no run to resume"]),
+        (["train", "--out_dir", "x" * 300], ["too long"]),
+        (["generate", "x", "--temperature", "1e-45"], ["temperature"]),
+        (["prepare", "mine", "--from", ".", "--tokenizer", "bpe:²"], ["bpe:²"]),
+        (["prepare", "mine", "--from", ".", "--workers", "-3"], ["--workers -3"]),
+        (["run", "nothere.toml"], ["nothere.toml"]),
+        (["status", "nothere"], ["nothere"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(oelm, tmp_path, monkeypatch, arguments, words):

@@ -239,6 +239,5 @@ def test_a_killed_rank_ends_the_run_by_name_and_it_is_resumed_to_the_same_bits(d
 
     assert Queue(Plan([cut]), 1, say=lines.append).run(watch) == {}
     assert len(killed) == 2
-    assert killed[1] - killed[0] < 15
     assert any("the process of rank 1 ended with exit code -9" in line for line in lines), lines
     assert fingerprint(cut.folder) == fingerprint(whole.folder)
