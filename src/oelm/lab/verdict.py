@@ -89,7 +89,8 @@ def as_rows(results: list[ArmResult]) -> tuple[list[str], list[list[str]]]:
         gap, verdict = "–", "baseline"
         if r.gap:
             low, high = r.gap.interval
-            gap = f"{r.gap.ratio - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}]"
+            interval = f"[{low - 1:+.1%}, {high - 1:+.1%}]" if r.gap.n > 1 else "(one seed: no interval)"
+            gap = f"{r.gap.ratio - 1:+.1%} {interval}"
             verdict = r.gap.verdict
         seeds = " ".join(f"{p:.2f}" for p in r.perplexities)
         rows.append(
