@@ -121,7 +121,7 @@ class _Reader:
         matrix, select = self._table("matrix"), self._table("select")
         chooses = "select" in self.content
         fixed, choices = ([], self._choices(matrix, select)) if chooses else (self._combinations(matrix), [])
-        fixed += [self._run(entry, "run", i) for i, entry in enumerate(self._list("run"))]
+        fixed += [self._run(entry) for entry in self._list("run")]
         plan = Plan(fixed, choices, **self._verdict(self._table("verdict")))
         everything = [*fixed, *(run for c in choices for runs in (c.candidates, *c.followers.values()) for run in runs)]
         if not everything:
@@ -156,7 +156,7 @@ class _Reader:
             self.refuse(f"{name} must be written as [[{name}]]", name)
         return [{"model_type" if key == "arm" else key: value for key, value in entry.items()} for entry in entries]
 
-    def _run(self, entry: dict[str, Any], table: str, index: int = 0) -> PlannedRun:
+    def _run(self, entry: dict[str, Any]) -> PlannedRun:
         settings = {**self.defaults, **entry}
         name, processes = settings.pop("id", ""), settings.pop("gpus_per_run", 1)
         if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.+-]*", name):
@@ -187,7 +187,7 @@ class _Reader:
         if not 0 < count <= MAX_RUNS:
             self.refuse(f"the [matrix] makes {count:,} runs; 1 to {MAX_RUNS:,} are allowed", "matrix")
         combinations = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
-        return [self._run({"id": _id_of(c), **c}, "matrix") for c in combinations]
+        return [self._run({"id": _id_of(c), **c}) for c in combinations]
 
     def _choices(self, matrix: dict[str, Any], select: dict[str, Any]) -> list[Choice]:
         for key in select:

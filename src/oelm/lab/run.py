@@ -38,7 +38,7 @@ class Estimate:
 def run_plan(plan: Plan, only: str, slots: int, gpus: GpuPool | None) -> dict[str, str]:
     """Check, then work through the plan; returns the failures."""
     runs = pick(plan, only)
-    check(plan, runs)
+    check(runs)
     console = make_console()
     slots = slots or (max(1, cores() // 2) if gpus is None else 64)
     done = sum(run.folder.finished() for run in runs)
@@ -75,7 +75,7 @@ def pick(plan: Plan, only: str) -> list[PlannedRun]:
     return [by_id[name] for name in only.split(",")]
 
 
-def check(plan: Plan, runs: list[PlannedRun]) -> None:
+def check(runs: list[PlannedRun]) -> None:
     """Refuse before anything starts: data that are missing or do not fit."""
     missing = missing_data(runs)
     if missing:
@@ -207,7 +207,7 @@ def submit_plan(plan: Plan, only: str, options: dict[str, Any]) -> None:
     from oelm.lab.slurm import submit
 
     runs = pick(plan, only)
-    check(plan, runs)
+    check(runs)
     place = runs[0].folder.path.parent
     place.mkdir(parents=True, exist_ok=True)
     ids = submit(plan, runs, place, options)

@@ -21,7 +21,6 @@ class ArmResult:
     step_time_ratio: float
     """Median step time relative to the baseline's, over all seeds."""
     frozen_share: float
-    max_lr: float
 
     @property
     def perplexity(self) -> float:
@@ -31,7 +30,6 @@ class ArmResult:
 def compare_arms(plan: Plan) -> list[ArmResult]:
     """Compare the finished runs of a plan, arm by arm, against its baseline arm."""
     runs: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
-    rates: dict[str, set[float]] = defaultdict(set)
     for run in plan.final_runs:
         summary, config = run.folder.read_summary(), run.config
         if summary and summary["state"] == "finished":
@@ -40,7 +38,6 @@ def compare_arms(plan: Plan) -> list[ArmResult]:
                     f"{config.model_type} has several runs with seed {config.seed}: add a [select] to the plan"
                 )
             runs[config.model_type][config.seed] = summary
-            rates[config.model_type].add(config.max_lr)
     baseline = runs.get(plan.baseline)
     if not baseline:
         raise UserError(f"no finished run of the baseline arm {plan.baseline}: there is nothing to compare with")
@@ -56,7 +53,6 @@ def compare_arms(plan: Plan) -> list[ArmResult]:
             gaps.get(arm),
             _median_step(runs[arm]) / pace,
             next(iter(runs[arm].values()))["frozen_parameters"] / next(iter(runs[arm].values()))["total_parameters"],
-            min(rates[arm]),
         )
         for arm in [plan.baseline, *others]
     ]
