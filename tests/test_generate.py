@@ -3,7 +3,8 @@ import math
 import torch
 
 from oelm.data.tokenizer import ByteTokenizer
-from oelm.generate import stream_text, truncate
+from oelm.generate import stream_text
+from oelm.model.sample import truncate
 
 
 def test_top_k_keeps_the_k_likeliest():

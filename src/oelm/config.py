@@ -19,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from oelm.arms import ARMS
 from oelm.errors import UserError, nearest
 
+INIT_STD = 0.02
+"""Of every matrix that is not a frame, as published."""
+
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(gt=0, le=10**9)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -143,6 +146,11 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
     @property
     def d_head(self) -> int:
         return self.d_model // self.num_heads
+
+    @property
+    def qk_scale(self) -> float:
+        """Standard deviation of the entries of Q/K at the start."""
+        return INIT_STD if self.frames == "normal" else self.d_model**-0.5
 
     @property
     def windows_per_step(self) -> int:

@@ -15,8 +15,8 @@ class UserError(Exception):
 class RunFailed(Exception):
     """A run cannot go on; its last good checkpoint stands.
 
-    `retry` says what a queue can do about it: nothing (""; a loss that is not finite comes again), start it
-    again ("same"), or start it again with smaller micro-batches ("smaller").
+    `retry` says what a queue can do about it: nothing (""), nothing now or later ("never": a loss that is not
+    finite comes again), start it again ("same"), or start it again with smaller micro-batches ("smaller").
     """
 
     def __init__(self, message: str, retry: str = "") -> None:

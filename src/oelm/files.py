@@ -3,14 +3,20 @@
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
+import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from oelm.errors import UserError
+
+LOOKERS = 50
+"""How often a lock is tried for before it counts as held."""
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -31,6 +37,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_array(path: Path, array: Any) -> None:
+    """A numpy array, without pickle."""
+    import numpy as np
+
+    content = io.BytesIO()
+    np.save(content, array, allow_pickle=False)
+    write_atomic(path, content.getvalue())
 
 
 def fsync_folder(folder: Path) -> None:
@@ -65,6 +80,30 @@ def disk_errors(doing: str, advice: str) -> Iterator[None]:
         raise
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of `path`."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        return False
+
+
+def _lock(file: IO[str]) -> None:
+    """Take an exclusive lock; somebody who only looks whether it is taken holds it for a moment."""
+    for attempt in range(LOOKERS + 1):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if attempt == LOOKERS:
+                raise
+            time.sleep(random.uniform(0.001, 0.01))
+
+
 @contextmanager
 def lock_file(path: Path, refusal: str, note: str = "", remove: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on `path` while inside; `refusal` is the error if another process holds it.
@@ -74,7 +113,7 @@ def lock_file(path: Path, refusal: str, note: str = "", remove: bool = False) ->
     """
     with open(path, "a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
             if os.fstat(file.fileno()).st_ino != os.stat(path).st_ino:  # removed by its last holder meanwhile
                 raise BlockingIOError
         except OSError:

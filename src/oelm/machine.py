@@ -34,6 +34,16 @@ def place_in_world() -> tuple[int, int]:
     return rank, size
 
 
+def wait_politely() -> None:
+    """Have idle threads sleep soon instead of spinning: on shared cores spinning costs more than it saves.
+
+    Must be called before torch is imported. A pocket step with two threads, beside two busy processes, took
+    1.17 s without and 0.51 s with it.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
 def leave_with_parent(number: int) -> None:
     """Have the kernel send this process a signal when its parent dies, however it dies (Linux)."""
     if sys.platform == "linux":

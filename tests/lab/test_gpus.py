@@ -7,10 +7,12 @@ at the fourth quiet reading in a row.
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from oelm.errors import UserError
+from oelm.lab import gpus
 from oelm.lab.gpus import Gpu, GpuPool, parse_gpus
 
 READINGS = {".": (0.0, 0), ",": (0.03, 4), "M": (0.6, 0), "U": (0.01, 95), "B": (0.9, 100)}
@@ -157,3 +159,24 @@ def test_gpus_that_do_not_exist_are_refused(tmp_path):
     with pytest.raises(UserError, match="auto or numbers"):
         parse_gpus("two")
     assert (parse_gpus("auto"), parse_gpus("2,3")) == (None, [2, 3])
+
+
+def test_a_gpu_that_the_driver_lost_is_not_free_and_hides_no_other(monkeypatch):
+    driver = SimpleNamespace(
+        NVMLError=RuntimeError, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 2
+    )
+
+    def read(driver, index):
+        if index == 0:
+            raise RuntimeError("GPU is lost")
+        return Gpu(index, "b", 0.0, 0)
+
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setattr(gpus, "_read_gpu", read)
+    assert [gpu.index for gpu in gpus.read_gpus()] == [1]
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "", "1,,2"])
+def test_gpus_that_are_no_numbers_are_refused(text):
+    with pytest.raises(UserError, match="--gpus"):
+        parse_gpus(text)

@@ -3,6 +3,8 @@ import pytest
 from oelm.errors import UserError
 from oelm.lab.demo import DEMO_PLAN
 from oelm.lab.plan import load_plan
+from oelm.lab.run import check_place, check_settings
+from tests.lab.made_runs import make_run
 
 GOOD = """
 [defaults]
@@ -21,7 +23,7 @@ criterion = 1.02
 
 def load(tmp_path, text, **overrides):
     (tmp_path / "plan.toml").write_text(text)
-    return load_plan(tmp_path / "plan.toml", tmp_path / "out", **overrides)
+    return load_plan(tmp_path / "plan.toml", tmp_path / "out", overrides)
 
 
 def test_a_matrix_multiplies_and_runs_are_added(tmp_path):
@@ -46,6 +48,13 @@ def test_a_matrix_multiplies_and_runs_are_added(tmp_path):
         (GOOD.replace("criterion = 1.02", "criterion = -1"), ["criterion"]),
         (GOOD.replace("criterion = 1.02", 'baseline = "oelm"'), ["oelm", "no run"]),
         ("[verdict]\n", ["no runs"]),
+        ("out = 5\n" + GOOD, ["out must be"]),
+        (GOOD.replace("criterion = 1.02", 'baseline = ["x"]'), ["baseline"]),
+        (GOOD.replace("criterion = 1.02", "criterion = true"), ["criterion"]),
+        (GOOD + '[select]\nsetting = ["a"]\n', ["setting"]),
+        (GOOD.replace('preset = "tiny"', 'preset = "tiny"\nprocesses = 2'), ["gpus_per_run"]),
+        (GOOD.replace('id = "GPT-01"', 'id = "GPT-01"\nout_dir = ["x"]'), ["out_dir"]),
+        (GOOD.replace("seed = [1, 2]", "seed = [1, 1.0]"), ["are the same run"]),
         ("not toml", ["not valid TOML"]),
     ],
 )
@@ -54,6 +63,51 @@ def test_a_bad_plan_is_refused_by_name(tmp_path, text, words):
         load(tmp_path, text)
     for word in ("plan.toml", *words):
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"seed": "4"}, "--set seed=4: the plan's [matrix] multiplies seed"),
+        ({"max_lr": "1e-3"}, "[matrix] multiplies max_lr"),
+        ({"foo": "1"}, "--set foo=1: unknown setting"),
+        ({"max_steps": "abc"}, "--set max_steps=abc"),
+    ],
+)
+def test_a_bad_override_is_named_as_such(tmp_path, overrides, words):
+    with pytest.raises(UserError) as error:
+        load(tmp_path, GOOD, **overrides)
+    assert words in str(error.value)
+    assert "line" not in str(error.value)
+
+
+def test_a_seed_of_zero_is_a_seed(tmp_path):
+    assert load(tmp_path, GOOD.replace("seed = [1, 2]", "seed = [0]")).runs[0].id == "baseline_lr0.001_seed0"
+
+
+@pytest.mark.parametrize("name", ["file/run", "x" * 300, "a\0b"])
+def test_a_place_that_cannot_be_is_refused_before_anything_starts(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be"):
+        check_place(tmp_path / name)
+    check_place(tmp_path / "new/run")
+
+
+def test_a_fault_is_found_in_the_table_of_its_run(tmp_path):
+    text = GOOD + '[[run]]\nid = "bad"\nmax_lr = 1e30\n[[run]]\nid = "good"\nmax_lr = 1e-3\n'
+    line = text.splitlines().index("max_lr = 1e30") + 1
+    with pytest.raises(UserError, match=f"plan.toml, line {line}: run bad: max_lr"):
+        load(tmp_path, text)
+
+
+def test_a_run_folder_with_other_settings_is_refused_before_anything_starts(tmp_path):
+    plan = load(tmp_path, GOOD)
+    run = plan.runs[0]
+    make_run(tmp_path / "out", run.id, lr=1e-3, steps=100)
+    check_settings(plan.runs)
+    changed = load(tmp_path, GOOD, max_steps="70")
+    with pytest.raises(UserError, match="was run with max_steps = 100, not 70: put the plan back"):
+        check_settings(changed.runs)
 
 
 def test_the_demo_is_three_arms_by_three_seeds_with_one_learning_rate(tmp_path):

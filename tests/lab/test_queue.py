@@ -6,12 +6,11 @@ import time
 import psutil
 import pytest
 
-from oelm.errors import UserError
 from oelm.lab import queue as queue_module
 from oelm.lab.plan import Plan, PlannedRun, load_plan
-from oelm.lab.queue import Queue
+from oelm.lab.queue import Queue, running_queues
 from oelm.lab.status import RunWatcher
-from oelm.lab.verdict import as_rows, compare_arms
+from oelm.lab.watch import stop_everything
 from tests.programmes.kill_resume import fingerprint
 
 
@@ -43,24 +42,6 @@ def test_every_run_is_finished_once_and_then_skipped(finished):
     before = [(run.config.folder / "summary.json").stat().st_mtime_ns for run in finished.runs]
     Queue(finished, slots=2).run()
     assert [(run.config.folder / "summary.json").stat().st_mtime_ns for run in finished.runs] == before
-
-
-def test_the_table_compares_pairs(finished):
-    baseline, frozen = compare_arms(finished)
-    assert (baseline.arm, baseline.gap, baseline.step_time_ratio, baseline.frozen_share) == ("baseline", None, 1.0, 0)
-    assert frozen.gap.n == 3
-    assert frozen.frozen_share == pytest.approx(4096 / 26144)
-    assert frozen.gap.ratio == pytest.approx(frozen.perplexity / baseline.perplexity)
-    headings, rows = as_rows([baseline, frozen])
-    assert len(rows) == 2
-    assert all(len(row) == len(headings) for row in rows)
-
-
-def test_unlike_runs_are_not_compared(finished, data, tmp_path):
-    odd = PlannedRun("odd", {**finished.runs[0].settings, "max_steps": 4, "seed": 9, "out_dir": str(tmp_path / "odd")})
-    assert Queue(Plan([odd]), slots=1).run() == {}
-    with pytest.raises(UserError, match="cannot be compared"):
-        compare_arms(Plan([*finished.runs, odd]))
 
 
 def test_one_failure_is_reported_and_stops_no_other(plan, data, tmp_path):
@@ -140,6 +121,70 @@ def test_a_run_that_was_asked_to_stop_is_left_alone(one, monkeypatch):
     assert one.fixed[0].folder.finished()
 
 
+def test_a_stop_while_a_run_is_starting_is_no_death(one, monkeypatch):
+    """Asked to leave before it could write why: exit code 143 and no summary."""
+    started = script(monkeypatch, "sys.exit(143)", FINISH)
+    lines = []
+    assert Queue(one, 1, say=lines.append).run() == {}
+    assert len(started) == 1
+    assert "one: stopped at step 0, as asked" in lines
+
+
+def test_a_run_that_diverged_is_not_tried_again_by_the_next_queue_either(one, monkeypatch):
+    script(monkeypatch, "end(state='failed', reason='loss nan at step 3', retry='never')")
+    assert "loss nan" in Queue(one, 1).run()["one"]
+    started = script(monkeypatch, FINISH)
+    failures = Queue(one, 1).run()
+    assert started == []
+    assert "remove" in failures["one"]
+
+
+def test_a_run_that_somebody_stopped_is_left_alone_by_a_second_queue(one, monkeypatch):
+    started = script(monkeypatch, FINISH)
+    queue = Queue(one, 1)
+    folder = one.fixed[0].folder
+    folder.path.mkdir(parents=True)
+    folder.summary.write_text('{"state": "stopped"}')
+    assert queue.run() == {}
+    assert started == []
+
+
+def test_a_candidate_that_was_given_up_does_not_hold_back_the_other_seeds(tmp_path, monkeypatch):
+    (tmp_path / "plan.toml").write_text(
+        '[defaults]\npreset = "tiny"\n[matrix]\nmax_lr = [1e-3, 2e-3]\nseed = [1, 2]\n[select]\n'
+    )
+    plan = load_plan(tmp_path / "plan.toml", tmp_path / "out")
+    lives = "end(state='finished', final_perplexity=2.0, final_val_loss=0.7)"
+    body = f"lives = 'lr0.001' in str(out)\nif lives:\n    {lives}\nelse:\n    {DIE}"
+    started = script(monkeypatch, body)
+    (failed,) = Queue(plan, 1).run()
+    assert failed.endswith("lr0.002_seed1")
+    assert any(name.endswith("lr0.001_seed2") for name, _ in started)
+
+
+def test_stopping_everything_ends_the_queue_too(one, tmp_path):
+    """A queue in a process of its own, as --detach leaves it; its run sleeps until it is asked to leave."""
+    code = (
+        "import sys\nfrom oelm.lab import queue\nfrom oelm.lab.plan import Plan, PlannedRun\n"
+        f"run = PlannedRun('one', {one.fixed[0].settings!r})\n"
+        "queue.train_command = lambda run, settings: [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "queue.Queue(Plan([run]), 1).run()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while running_queues(tmp_path) != [process.pid] or not psutil.Process(process.pid).children():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        stop_everything([tmp_path])
+        process.wait(20)
+        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        assert running_queues(tmp_path) == []
+    finally:
+        process.kill()
+
+
 def test_an_old_stop_note_does_not_hide_a_death(one, monkeypatch):
     folder = one.fixed[0].folder
     folder.path.mkdir()
@@ -212,12 +257,6 @@ def test_killing_queue_and_workers_loses_nothing():
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert "4/4 runs ended once and in the same bits" in done.stdout
-
-
-def test_comparing_without_a_baseline_is_refused(tmp_path, plan):
-    missing = PlannedRun("x", {**plan.runs[0].settings, "out_dir": str(tmp_path / "x")})
-    with pytest.raises(UserError, match="no finished run of the baseline"):
-        compare_arms(Plan([missing]))
 
 
 def test_a_killed_rank_ends_the_run_by_name_and_it_is_resumed_to_the_same_bits(data, tmp_path):

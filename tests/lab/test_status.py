@@ -1,15 +1,18 @@
 """Each state of a run, played in folders; nothing but the folder is read."""
 
 import fcntl
+import io
 import json
 import os
+import shutil
 from datetime import datetime, timedelta
 
 import pytest
+from rich.console import Console
 
 from oelm.config import resolve
 from oelm.lab.status import LabWatcher, RunWatcher, find_runs
-from oelm.lab.watch import chart, status_table
+from oelm.lab.watch import chart, live_table, status_table
 
 START = datetime(2026, 2, 9, 16, 8).astimezone()
 
@@ -63,7 +66,7 @@ def test_a_finished_run_has_an_end_and_no_process(tmp_path):
     folder = make_run(tmp_path, "a", steps=20, summary={"state": "finished", "finished": end})
     status = RunWatcher(folder).look()
     assert (status.state, status.finished, status.pid, status.left) == ("finished", end, None, None)
-    assert status.elapsed == 4 * 3600 + 31 * 60 + 27
+    assert status.elapsed == 20 * 2.0
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])
@@ -71,19 +74,32 @@ def test_a_run_that_left_says_why(tmp_path, state):
     end = (START + timedelta(minutes=1)).isoformat()
     folder = make_run(tmp_path, "a", summary={"state": state, "reason": "because", "ended": end})
     status = RunWatcher(folder).look()
-    assert (status.state, status.reason, status.elapsed, status.finished) == (state, "because", 60, None)
+    assert (status.state, status.reason, status.elapsed, status.finished) == (state, "because", 20, None)
 
 
 def test_a_run_without_process_and_without_farewell_died(tmp_path):
-    folder = make_run(tmp_path, "a")
-    written = (START + timedelta(minutes=7)).timestamp()
-    os.utime(folder / "metrics.jsonl", (written, written))
-    status = RunWatcher(folder).look()
-    assert (status.state, status.pid, status.elapsed) == ("died", None, 420)
+    status = RunWatcher(make_run(tmp_path, "a")).look()
+    assert (status.state, status.pid, status.elapsed) == ("died", None, 20)
+
+
+def test_elapsed_is_work_not_pauses(tmp_path):
+    """Steps of 2 s; the run was started long ago, and whether it lives, sleeps or is resumed changes nothing."""
+    assert RunWatcher(make_run(tmp_path, "nothing", steps=0)).look().elapsed == 0
+    assert RunWatcher(make_run(tmp_path, "some", steps=7)).look().elapsed == 14
+
+
+def test_validations_count_in_the_time_left(tmp_path, held):
+    folder = make_run(tmp_path, "a", val=(), val_interval=5)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "val", "step": 10, "loss": 2.0, "seconds": 7.0}) + "\n")
+    held(folder)
+    assert RunWatcher(folder).look().left == pytest.approx(10 * 2.0 + 2 * 7.0)
 
 
 def test_a_planned_run_without_folder_waits(tmp_path):
     assert RunWatcher(tmp_path / "later").look().state == "waiting"
+    status = RunWatcher(tmp_path / "later", planned=resolve({"model_type": "oelm_v2", "max_steps": 30})).look()
+    assert (status.state, status.arm, status.max_steps) == ("waiting", "oelm_v2", 30)
 
 
 def test_a_stale_lock_file_is_no_sign_of_life(tmp_path):
@@ -109,6 +125,53 @@ def test_the_gap_is_taken_at_the_same_step_of_the_same_pair(tmp_path):
     assert found["arm2"].gap == pytest.approx(2.718281828**0.1 - 1)
     assert found["base1"].gap is None
     assert found["other"].gap is None
+
+
+def test_among_several_baselines_the_gap_is_to_the_one_of_the_same_learning_rate(tmp_path):
+    make_run(tmp_path, "base_low", max_lr=1e-3)
+    make_run(tmp_path, "base_high", max_lr=2e-3, offset=0.5)
+    make_run(tmp_path, "arm_high", "oelm_v2", max_lr=2e-3, offset=0.6)
+    make_run(tmp_path, "arm_other", "oelm_v2", max_lr=4e-3, offset=0.6)
+    found = {status.id: status for status in LabWatcher(tmp_path).look()}
+    assert found["arm_high"].gap == pytest.approx(2.718281828**0.1 - 1)
+    assert found["arm_other"].gap is None
+
+
+def test_runs_of_several_folders_are_told_apart(tmp_path):
+    for place in ("a", "b"):
+        make_run(tmp_path / place, "run1")
+    assert [(s.id, s.path) for s in LabWatcher(tmp_path).look()] == [
+        (f"{place}/run1", str(tmp_path / place / "run1")) for place in "ab"
+    ]
+
+
+def rendered(table, width):
+    console = Console(width=width, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 60, 100, 160])
+def test_the_table_keeps_names_and_states_whole_at_any_width(tmp_path, held, width):
+    names = ["oelm_matched_lr0.002_seed1", "baseline_lr0.002_seed1"]
+    make_run(tmp_path, names[0], "oelm_matched", offset=0.1)
+    held(make_run(tmp_path, names[1]))
+    make_run(tmp_path, "gone", summary={"state": "failed", "reason": "a reason of some length, to be wrapped"})
+    lines = rendered(status_table(LabWatcher(tmp_path).look(), width), width)
+    assert max(map(len, lines)) <= width
+    for name, state in zip(names, ("died", "running"), strict=True):
+        assert any(name in line and state in line for line in lines), lines
+
+
+def test_a_live_table_shows_what_goes_on_when_the_screen_is_short(tmp_path, held):
+    for i in range(30):
+        make_run(tmp_path, f"run{i:02d}", summary={"state": "finished"})
+    held(make_run(tmp_path, "run99"))
+    console = Console(width=120, height=15)
+    lines = rendered(live_table(LabWatcher(tmp_path).look(), console), 120)
+    assert len(lines) <= 15
+    assert any("run99" in line for line in lines)
+    assert "and 20 finished" in lines[-1]
 
 
 def test_a_second_look_reads_what_was_appended_and_what_a_resume_cut(tmp_path, held):
@@ -159,3 +222,35 @@ def test_a_chart_puts_high_above_low():
     lines = chart({"a": {0: 100.0, 10: 1.0}}, width=11, height=3).splitlines()
     assert lines[0].endswith("┤o          ")
     assert lines[2].endswith("┤          o")
+
+
+GARBAGE = [
+    ("metrics.jsonl", '5\n'), ("metrics.jsonl", 'null\n{"kind": "train"}\n{"a": 1}\n'),
+    ("metrics.jsonl", '{"kind": "val", "step": 1, "loss": null}\n{"kind": "val", "step": 2, "loss": "x"}\n'),
+    ("summary.json", '{"state": 5}'), ("summary.json", '{"state": "failed", "reason": "[/x] [red]"}'),
+    ("summary.json", '{"state": "finished", "finished": "yesterday"}'), ("summary.json", "[1]"),
+    ("environment.json", '{"parts": [5]}'), ("environment.json", '{"parts": [{}]}'), ("environment.json", "x"),
+    ("config.toml", "max_steps = 'x'"), ("config.toml", "model_type = 'nobody'"), ("config.toml", "\x00"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), GARBAGE)
+def test_one_damaged_folder_hides_no_other(oelm, tmp_path, name, text):
+    make_run(tmp_path, "good")
+    (make_run(tmp_path, "bad") / name).write_text(text)
+    result = oelm("status", tmp_path)
+    assert result.code == 0, result.err
+    assert any(line.startswith("good") and "died" in line for line in result.out.splitlines())
+    assert any(line.startswith("bad") for line in result.out.splitlines())
+    if name == "config.toml":
+        assert "unreadable" in result.out
+    assert oelm("verdict", tmp_path).code == 2
+
+
+def test_a_folder_that_was_removed_leaves_the_table(tmp_path):
+    folder = make_run(tmp_path, "a")
+    make_run(tmp_path, "b")
+    watcher = LabWatcher(tmp_path)
+    assert len(watcher.look()) == 2
+    shutil.rmtree(folder)
+    assert [status.id for status in watcher.look()] == ["b"]

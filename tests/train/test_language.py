@@ -53,7 +53,7 @@ def test_evaluation_weighs_every_token_of_the_split_once(length):
     model = made.build_model().eval()
     with torch.no_grad():
         model.tokens.weight.mul_(30)  # uneven predictions
-    found = made.evaluate(model, "val", lambda: False)
+    found = made.evaluate(model, "val", lambda: False).values
     total = 0.0
     ids = torch.from_numpy(tokens.astype(np.int64))
     with torch.no_grad():
@@ -68,10 +68,32 @@ def test_evaluation_weighs_every_token_of_the_split_once(length):
 
 def test_bits_per_byte_counts_the_texts_bytes(data):
     made = task(data)
-    found = made.evaluate(made.build_model().eval(), "val", lambda: False)
+    found = made.evaluate(made.build_model().eval(), "val", lambda: False).values
     counts = made.data.meta["splits"]["val"]
     assert found["bpb"] == pytest.approx(found["loss"] / math.log(2) * counts["tokens"] / counts["bytes"])
     assert found["bpb"] == pytest.approx(8, rel=0.05)  # an untrained model guesses among 257 byte tokens
+
+
+def test_the_test_split_is_also_summed_document_by_document(data):
+    """Rows add up to the whole split; each equals the losses of its own tokens, counted by hand."""
+    made = task(data)
+    model = made.build_model().eval()
+    found = made.evaluate(model, "test", lambda: False)
+    tokens = made.data.splits["test"].astype(np.int64)
+    ends = np.flatnonzero(tokens == 256)
+    assert found.documents.shape == (len(ends), 2)
+    assert found.documents[:, 1].sum() == len(tokens) - 1
+    assert found.documents[:, 0].sum() / (len(tokens) - 1) == pytest.approx(found.values["loss"], rel=1e-9)
+    assert found.documents[0, 1] == ends[0]  # the very first token is not predicted
+    assert found.documents[3, 1] == ends[3] - ends[2]
+    single = []
+    for position in range(ends[2] + 1, ends[3] + 1):
+        start = (position - 1) // 32 * 32
+        window = torch.from_numpy(tokens[start : position + 1])
+        with torch.no_grad():
+            single.append(-model(window[None, :-1])[0, -1].double().log_softmax(-1)[window[-1]].item())
+    assert found.documents[3, 0] == pytest.approx(sum(single), rel=1e-5)
+    assert made.evaluate(model, "val", lambda: False).documents is None
 
 
 def test_evaluation_can_be_interrupted(data):

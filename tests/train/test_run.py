@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import tomllib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,7 +51,8 @@ def test_the_run_folder_holds_what_it_promises(tiny, tmp_path):
     names = {p.name for p in run.iterdir() if not p.name.startswith("events.out.tfevents")}
     assert names == {
         "config.toml", "training.log", "metrics.jsonl", "timing_stats.json", "summary.json", "environment.json",
-        "frozen.safetensors", "best", "last", "run.lock", "step-00000010", "step-00000012",
+        "frozen.safetensors", "best", "last", "run.lock", "step-00000010", "step-00000012", "test_documents.npy",
+        "sample.json",
     }  # fmt: skip
     assert any(p.name.startswith("events.out.tfevents") for p in run.iterdir())
     config = tomllib.loads((run / "config.toml").read_text())
@@ -306,7 +308,7 @@ def test_nan_stops_before_the_update_and_keeps_the_last_good_state(tiny, tmp_pat
     def evaluate(self, *arguments):
         found = real_evaluate(self, *arguments)
         at_ten = now["trainer"].state.step == 10
-        return {**found, "loss": float("nan")} if what == "evaluation" and at_ten else found
+        return replace(found, values={"loss": float("nan")}) if what == "evaluation" and at_ten else found
 
     monkeypatch.setattr(Trainer, "_step", step)
     monkeypatch.setattr(LanguageModelling, "loss", loss)
@@ -398,3 +400,30 @@ def test_the_world_size_of_a_run_is_fixed(tiny, data, tmp_path):
     )
     assert done.returncode != 0
     assert "was started with 1 processes, not 2" in done.stderr
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_refused_run_leaves_other_peoples_files_alone(tiny, tmp_path, link):
+    place = tmp_path / "precious"
+    (place / ".git").mkdir(parents=True)
+    (place / ".git/HEAD").write_text("x")
+    (place / ".env").write_text("secret")
+    if link:
+        (tmp_path / "link").symlink_to(place)
+    result = tiny("--device", "cuda", out="link" if link else "precious")
+    assert (result.code, len(result.err.strip().splitlines())) == (2, 1)
+    assert "no CUDA GPU" in result.err
+    assert sorted(str(p.relative_to(place)) for p in place.rglob("*")) == [".env", ".git", ".git/HEAD"]
+    assert tiny("--device", "cuda", out="new").code == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_is_asked_to_leave_while_it_starts_says_so(tmp_path, data):
+    command = [sys.executable, "-m", "oelm", "train", "--preset", "tiny", "--data_path", str(data), "--device", "cpu",
+               "--out_dir", str(tmp_path / "run")]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "run/config.toml").exists():
+        time.sleep(0.01)
+    process.terminate()
+    process.wait(60)
+    assert summary(tmp_path / "run")["state"] == "stopped"

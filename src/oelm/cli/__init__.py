@@ -11,6 +11,7 @@ from oelm import __version__
 from oelm.cli import lab, model
 from oelm.cli.parser import Parser, with_underscores
 from oelm.errors import UserError, nearest
+from oelm.machine import wait_politely
 
 OVERVIEW = """\
 Train small language models whose attention Query/Key projections are frozen at an orthogonal start,
@@ -21,6 +22,8 @@ and find out honestly what that costs.
   oelm train --model_type oelm_v2 --preset pocket    train one arm
   oelm run plans/pocket.toml                         a plan of many runs, queued and resumed
   oelm status                                        where they are
+  oelm verdict outputs/pocket                        does an arm pass?
+  oelm report outputs/pocket --lang zh               the report, in Chinese or English
   oelm inspect --model_type oelm_v2                  parameters, FLOPs, memory, bounds
   oelm generate outputs/RUN --prompt "Once upon"     sample from a run
 """
@@ -30,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     argv = with_underscores(list(sys.argv[1:] if arguments is None else arguments))
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
+    wait_politely()
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, _leave)
     try:
@@ -82,7 +86,9 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     verbs = {}
     for name, build in VERBS.items():
         about = (build.__doc__ or "").partition("\n")
-        verb = subparsers.add_parser(name, help=about[0], description=f"{about[0]}\n{_dedent(about[2])}")
+        verb = subparsers.add_parser(
+            name, help=about[0].replace("%", "%%"), description=f"{about[0]}\n{_dedent(about[2])}"
+        )
         build(verb)
         verbs[name] = verb
     return parser, verbs
@@ -96,6 +102,8 @@ VERBS = {
     "logs": lab.logs_verb,
     "stop": lab.stop_verb,
     "compare": lab.compare_verb,
+    "verdict": lab.verdict_verb,
+    "report": lab.report_verb,
     "inspect": model.inspect_verb,
     "generate": model.generate_verb,
     "demo": lab.demo_verb,

@@ -1,6 +1,7 @@
-"""Verbs about many runs: run, status, logs, stop, compare, demo."""
+"""Verbs about many runs: run, status, logs, stop, compare, verdict, report, demo."""
 
 import argparse
+import time
 from pathlib import Path
 
 from oelm.cli.parser import Parser
@@ -22,11 +23,13 @@ def run_verb(parser: Parser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.toml", help="see plans/ for examples")
     parser.add_argument("--dry_run", action="store_true", help="check and print everything, start nothing")
     parser.add_argument("--only", default="", metavar="ID,ID", help="only these runs")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for every run of the plan")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings for every run of the plan"
+    )
     parser.add_argument(
         "--gpus", metavar="auto|2,3", help="GPUs to use, each when nobody else does; default: CPU slots"
     )
-    parser.add_argument("--slots", type=int, default=0, metavar="N", help="runs side by side; default: half the cores")
+    parser.add_argument("--slots", type=int, metavar="N", help="runs side by side; default: half the cores")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the run folders go; default: what the plan says")
     parser.add_argument("--detach", action="store_true", help="go on in the background, without this terminal")
     parser.add_argument("--on", choices=["here", "slurm"], default="here", help="default here")
@@ -42,12 +45,15 @@ def run_verb(parser: Parser) -> None:
 
 
 def _run_plan(options: argparse.Namespace) -> int:
-    if not 0 <= options.slots <= 1024:
+    if options.slots is not None and not 1 <= options.slots <= 1024:
         raise UserError(f"--slots {options.slots}: take 1 to 1024")
     from oelm.lab import run
     from oelm.lab.plan import load_plan
 
-    plan = load_plan(options.plan, options.out, **run.parse_overrides(options.set))
+    plan = load_plan(options.plan, options.out, run.parse_overrides(options.set))
+    from oelm.lab.gpus import GpuPool, parse_gpus
+
+    wanted = parse_gpus(options.gpus) if options.gpus is not None else None
     if options.dry_run:
         run.show_dry_run(plan, options.only)
         return 0
@@ -59,10 +65,8 @@ def _run_plan(options: argparse.Namespace) -> int:
         log = Path(options.out or "outputs") / f"{options.plan.stem}.queue.log"
         run.detach([word for word in options.argv if word != "--detach"], log)
         return 0
-    from oelm.lab.gpus import GpuPool, parse_gpus
-
-    gpus = GpuPool(parse_gpus(options.gpus)) if options.gpus else None
-    return 1 if run.run_plan(plan, options.only, options.slots, gpus) else 0
+    gpus = GpuPool(wanted) if options.gpus is not None else None
+    return 1 if run.run_plan(plan, options.only, options.slots or 0, gpus) else 0
 
 
 def status_verb(parser: Parser) -> None:
@@ -97,14 +101,14 @@ def logs_verb(parser: Parser) -> None:
 def _logs(options: argparse.Namespace) -> None:
     from oelm.lab.watch import show_log
 
-    show_log(options.run_dir, options.follow)
+    show_log(_existing(options.run_dir), options.follow)
 
 
 def stop_verb(parser: Parser) -> None:
     """Ask runs to save and leave.
 
     oelm stop outputs/GPT-01_baseline
-    oelm stop --all              every run below outputs/
+    oelm stop --all              every run and queue below outputs/
     """
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders; with --all, where to look")
     parser.add_argument("--all", action="store_true", help="every run below the given folders, or outputs/")
@@ -112,14 +116,20 @@ def stop_verb(parser: Parser) -> None:
 
 
 def _stop(options: argparse.Namespace) -> None:
-    from oelm.lab.watch import running_below, stop_runs
+    from oelm.lab.watch import stop_everything, stop_runs
 
     if not options.runs and not options.all:
         raise UserError("which run? give its folder, or --all")
     if options.all:
-        stop_runs([run for root in options.runs or [Path("outputs")] for run in running_below(root)])
+        stop_everything(options.runs or [Path("outputs")])
     else:
-        stop_runs(options.runs)
+        stop_runs([_existing(run) for run in options.runs])
+
+
+def _existing(run: Path) -> Path:
+    """A run folder, or the name that `oelm status` shows for one below outputs/."""
+    below = Path("outputs") / run
+    return below if not run.exists() and below.exists() else run
 
 
 def compare_verb(parser: Parser) -> None:
@@ -134,11 +144,63 @@ def compare_verb(parser: Parser) -> None:
 def _compare(options: argparse.Namespace) -> None:
     from oelm.lab.watch import compare_runs
 
-    compare_runs(options.runs)
+    compare_runs([_existing(run) for run in options.runs])
+
+
+def verdict_verb(parser: Parser) -> None:
+    """Judge a folder of runs: is an arm with frozen Q/K within 5 % of its baseline?
+
+    oelm verdict outputs/pocket
+    oelm verdict outputs/pocket --json
+
+    Exit code: 0 PASS (some frozen arm passes), 1 FAIL (every one fails), 3 INCONCLUSIVE.
+    """
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of run folders")
+    parser.add_argument("--baseline", default="", metavar="ARM", help="default: what the plan says, or baseline")
+    parser.add_argument(
+        "--criterion", type=float, default=0.0, metavar="RATIO", help="largest ratio of perplexities that passes [1.05]"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=_verdict)
+
+
+def _verdict(options: argparse.Namespace) -> int:
+    from oelm.lab.study import load_study
+    from oelm.lab.verdict import show_verdict
+
+    return show_verdict(load_study(options.folder, options.baseline, options.criterion), options.json)
+
+
+def report_verb(parser: Parser) -> None:
+    """Write the report of a folder of runs, in English or Chinese.
+
+    oelm report outputs/pocket
+    oelm report outputs/pocket --lang zh --format html,md,pdf
+    oelm report outputs --against published      beside the published figures
+    oelm report outputs --update                 a dated entry on where every run is, in status-log.md
+    """
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of run folders")
+    parser.add_argument("--lang", default="en", metavar="en|zh", help="default en")
+    parser.add_argument("--format", default="html", metavar="html,md,pdf", help="default html")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes; default: beside the runs")
+    parser.add_argument("--against", choices=["published"], help="add the published figures")
+    parser.add_argument("--update", action="store_true", help="only append to the folder's status-log.md")
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> None:
+    from oelm.report.build import append_status, write_report
+
+    if options.update:
+        print(append_status(options.folder, options.lang))
+        return
+    formats = options.format.split(",")
+    for path in write_report(options.folder, options.lang, formats, options.out, options.against == "published"):
+        print(path)
 
 
 def demo_verb(parser: Parser) -> None:
-    """The whole story on this machine: prepare, three arms x three seeds, verdict.
+    """The whole story on this machine: prepare, three arms x three seeds, verdict, report.
 
     oelm demo
     oelm demo --out demo --slots 2
@@ -152,5 +214,9 @@ def demo_verb(parser: Parser) -> None:
 
 def _demo(options: argparse.Namespace) -> None:
     from oelm.lab.demo import demo
+    from oelm.report.build import write_report
 
-    demo(options.out, options.slots)
+    begin = time.monotonic()
+    runs = demo(options.out, options.slots)
+    (path,) = write_report(runs, "en", ["html"], options.out)
+    print(f"\n{time.monotonic() - begin:.0f} s in all. The report: {path}   The runs: {runs}")

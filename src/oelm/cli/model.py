@@ -179,7 +179,8 @@ def _generate(options: argparse.Namespace) -> None:
     from oelm.train.folder import RunFolder
 
     RunFolder(options.run_dir).config()
-    from oelm.generate import load_run, sample, stream_text
+    from oelm.generate import load_run, stream_text
+    from oelm.model.sample import sample
 
     model, tokenizer = load_run(
         options.run_dir, options.checkpoint, options.device, lambda line: print(line, file=sys.stderr)

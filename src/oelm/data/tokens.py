@@ -64,6 +64,11 @@ class TokenData:
     def tokenizer_hash(self) -> str:
         return self.meta["tokenizer_hash"] if self.meta else ""
 
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a document; None where that is not known."""
+        return self.meta.get("end_of_text") if self.meta else None
+
     def tokens_per_byte(self, split: str) -> float | None:
         if not self.meta:
             return None

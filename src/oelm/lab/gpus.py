@@ -50,10 +50,14 @@ def read_gpus() -> list[Gpu]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return []
+    found = []
     try:
-        return [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            with suppress(pynvml.NVMLError):  # a GPU that fell off the bus is not free; the others may be
+                found.append(_read_gpu(pynvml, index))
     finally:
         pynvml.nvmlShutdown()
+    return found
 
 
 def _read_gpu(pynvml, index: int) -> Gpu:  # type: ignore[no-untyped-def]  # the driver's own module
@@ -91,6 +95,7 @@ class GpuPool:
                 raise UserError(f"--gpus {index}: there is no such GPU here; this machine has: {have}")
         if self.allowed is None and not known:
             raise UserError("--gpus auto: no GPU was found here; leave it out to use CPU slots")
+        self.count = len(known) if self.allowed is None else len(set(self.allowed))
 
     def take(self, count: int) -> list[int] | None:
         """Lease `count` GPUs that have been quiet long enough, or none at all; ask again later for more."""
@@ -166,6 +171,9 @@ def parse_gpus(text: str) -> list[int] | None:
     if text == "auto":
         return None
     try:
-        return [int(word) for word in text.split(",")]
+        numbers = [int(word) for word in text.split(",")]
+        if min(numbers) < 0:
+            raise ValueError
+        return numbers
     except ValueError:
         raise UserError(f"--gpus {text}: give auto or numbers such as 2,3") from None

@@ -24,15 +24,21 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+import tomli_w
+
 from oelm.config import RunConfig, load_toml, resolve
 from oelm.errors import UserError, nearest
+from oelm.files import write_atomic
 from oelm.train.folder import RunFolder
 
 MAX_RUNS = 10_000
+COPY = ".plan.toml"
 TABLES = ("out", "defaults", "matrix", "select", "run", "verdict")
 
 
@@ -43,7 +49,7 @@ class PlannedRun:
     """What the plan says of the run; presets and arms fill in the rest."""
     processes: int = 1
 
-    @property
+    @cached_property
     def config(self) -> RunConfig:
         return resolve({}, {**self.settings, "processes": self.processes})
 
@@ -61,11 +67,13 @@ class Choice:
     followers: dict[Any, list[PlannedRun]]
     """By the value of the setting."""
 
-    def best(self) -> PlannedRun | None:
+    def best(self, given_up: Collection[str] = ()) -> PlannedRun | None:
         """The candidate with the lowest final validation loss, once all have ended; None before, or if all failed."""
         summaries = [run.folder.read_summary() or {} for run in self.candidates]
-        if any(s.get("state") not in ("finished", "failed") for s in summaries):
-            return None
+        for run, summary in zip(self.candidates, summaries, strict=True):
+            failed = summary.get("state") == "failed" and summary.get("retry") in (None, "", "never")
+            if not (failed or summary.get("state") == "finished" or run.id in given_up):
+                return None
         losses = [s.get("final_val_loss", math.inf) for s in summaries]
         return self.candidates[losses.index(min(losses))] if min(losses) < math.inf else None
 
@@ -77,6 +85,21 @@ class Plan:
     baseline: str = "baseline"
     criterion: float = 1.05
     """Largest ratio of perplexities, arm to baseline, that passes."""
+    given_up: set[str] = field(default_factory=set)
+    """Runs that a queue will not try again."""
+    out: Path = Path()
+    """Where the run folders lie."""
+    name: str = ""
+    content: dict[str, Any] = field(default_factory=dict)
+    """The plan as TOML tables, with what was set for every run."""
+
+    def leave_copy(self) -> None:
+        """Put the plan beside its runs, so that the folder alone tells what was meant to be run."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.out / f"{self.name}{COPY}", self.text())
+
+    def text(self) -> str:
+        return tomli_w.dumps(self.content)
 
     @property
     def runs(self) -> list[PlannedRun]:
@@ -84,14 +107,14 @@ class Plan:
         known = list(self.fixed)
         for choice in self.choices:
             known += choice.candidates
-            best = choice.best()
+            best = choice.best(self.given_up)
             known += choice.followers[best.settings[choice.setting]] if best else []
         return known
 
     @property
     def final_runs(self) -> list[PlannedRun]:
         """The runs that a verdict rests on: after a choice, only those at the chosen value."""
-        chosen = [(choice, choice.best()) for choice in self.choices]
+        chosen = [(choice, choice.best(self.given_up)) for choice in self.choices]
         return self.fixed + [
             run for c, best in chosen if best for run in [best, *c.followers[best.settings[c.setting]]]
         ]
@@ -114,15 +137,24 @@ class _Reader:
             if key not in TABLES:
                 self.refuse(f"unknown key or table {key}: {nearest(key, TABLES)}", key)
         self.moved = out is not None
-        self.out = out or Path(self.content.get("out", f"outputs/{path.stem}"))
+        if not isinstance(self.content.get("out", ""), str):
+            self.refuse("out must be the name of a folder", "out")
+        self.out = out or Path(self.content.get("out") or f"outputs/{path.stem}")
         self.defaults, self.overrides = self._table("defaults"), overrides
+        for key, value in overrides.items():
+            if key not in RunConfig.model_fields:
+                raise UserError(f"--set {key}={value}: unknown setting; {nearest(key, RunConfig.model_fields)}")
+            if isinstance(self._table("matrix").get(key), list):
+                raise UserError(f"--set {key}={value}: the plan's [matrix] multiplies {key}; change it there")
 
     def read(self) -> Plan:
         matrix, select = self._table("matrix"), self._table("select")
         chooses = "select" in self.content
         fixed, choices = ([], self._choices(matrix, select)) if chooses else (self._combinations(matrix), [])
         fixed += [self._run(entry) for entry in self._list("run")]
-        plan = Plan(fixed, choices, **self._verdict(self._table("verdict")))
+        name = self.path.name.removesuffix(COPY).removesuffix(".toml")
+        judged = self._verdict(self._table("verdict"))
+        plan = Plan(fixed, choices, **judged, out=self.out, name=name, content=self._with_overrides())
         everything = [*fixed, *(run for c in choices for runs in (c.candidates, *c.followers.values()) for run in runs)]
         if not everything:
             self.refuse("it names no runs: add a [matrix] or a [[run]]")
@@ -133,16 +165,36 @@ class _Reader:
             name, count = Counter(names).most_common(1)[0]
             if count > 1:
                 self.refuse(f"the {what} {name} stands twice", what, name)
+        for identity, group in itertools.groupby(sorted(everything, key=_identity), key=_identity):
+            same = [run.id for run in group]
+            if identity and len(same) > 1:
+                self.refuse(f"{same[0]} and {same[1]} are the same run")
         if plan.baseline not in {run.config.model_type for run in everything}:
             self.refuse(f"the baseline arm {plan.baseline} is in no run", "baseline")
         return plan
 
-    def refuse(self, message: str, key: str = "", value: str = "") -> NoReturn:
-        """One line with file, line number and message; the line is the (last) one that sets `key`."""
-        pattern = re.compile(rf"^\s*\[*\s*{re.escape(key)}\b.*{re.escape(value)}") if key else None
-        numbers = [i for i, line in enumerate(self.lines, 1) if pattern and pattern.search(line)]
-        where = f"{self.path}, line {numbers[-1]}" if numbers else str(self.path)
-        raise UserError(f"{where}: {message}")
+    def refuse(self, message: str, key: str = "", value: str = "", run: str = "") -> NoReturn:
+        """One line with file, line number and message; the line is the one that sets `key`."""
+        line = self._line_of(key, value, run) if key else 0
+        raise UserError(f"{self.path}, line {line}: {message}" if line else f"{self.path}: {message}")
+
+    def _line_of(self, key: str, value: str, run: str) -> int:
+        """Where `key` is set: in the table of `run` if it is set there, else the last place; 0: nowhere."""
+        sets = [
+            i
+            for i, line in enumerate(self.lines)
+            if re.match(rf"\s*\[*\s*{re.escape(key)}\b.*{re.escape(value)}", line)
+        ]
+        heads = [i for i, line in enumerate(self.lines) if line.lstrip().startswith("[")]
+        tables = [range(*ends) for ends in itertools.pairwise([0, *heads, len(self.lines)])]
+        named = re.compile(rf"\s*id\s*=\s*[\"']{re.escape(run)}[\"']")
+        own = [i for table in tables if any(named.match(self.lines[i]) for i in table) for i in sets if i in table]
+        return (own or sets or [-1])[-1] + 1
+
+    def _with_overrides(self) -> dict[str, Any]:
+        kept = {key: value for key, value in self.content.items() if key != "out"}
+        runs = [{k: v for k, v in entry.items() if k not in self.overrides} for entry in kept.get("run", [])]
+        return {**kept, "defaults": {**self.defaults, **self.overrides}, **({"run": runs} if runs else {})}
 
     def _table(self, name: str) -> dict[str, Any]:
         table = self.content.get(name, {})
@@ -164,15 +216,24 @@ class _Reader:
         if not isinstance(processes, int) or not 1 <= processes <= 1024:
             self.refuse(f"gpus_per_run {processes!r} must be a number from 1 to 1024", "gpus_per_run")
         settings |= self.overrides
-        folder = Path(str(settings.get("out_dir", self.out / name)))
+        if "processes" in settings:
+            self.refuse("processes is set by the launcher: say gpus_per_run", "processes")
+        if not isinstance(settings.get("out_dir", "x"), str) or not settings.get("out_dir", "x").strip():
+            self.refuse(f"run {name}: out_dir must be the name of a folder", "out_dir", run=name)
+        folder = Path(settings.get("out_dir", self.out / name))
         if self.moved:
             folder = self.out / folder.name
         run = PlannedRun(name, {**settings, "out_dir": str(folder)}, processes)
         try:
             run.config  # noqa: B018  # refuses bad settings here and now
         except UserError as error:
-            key = next((key for key in {**entry, **self.defaults} if re.search(rf"\b{key}\b", str(error))), "")
-            self.refuse(f"run {name}: {error}", "arm" if key == "model_type" and self._says_arm() else key)
+            named = [
+                key for key in {**self.overrides, **entry, **self.defaults} if re.search(rf"\b{key}\b", str(error))
+            ]
+            key = named[0] if named else ""
+            if key in self.overrides:
+                raise UserError(f"--set {key}={self.overrides[key]}: {error}") from None
+            self.refuse(f"run {name}: {error}", "arm" if key == "model_type" and self._says_arm() else key, run=name)
         return run
 
     def _says_arm(self) -> bool:
@@ -194,6 +255,8 @@ class _Reader:
             if key not in ("setting", "seed"):
                 self.refuse(f"unknown key {key} in [select]: {nearest(key, ('setting', 'seed'))}", key)
         setting, seed = select.get("setting", "max_lr"), select.get("seed")
+        if not isinstance(setting, str) or setting not in RunConfig.model_fields:
+            self.refuse(f"setting {setting!r} of [select] must be the name of a setting, such as max_lr", "setting")
         for key, value in (("setting", setting), ("seed", "seed")):
             if not isinstance(matrix.get(value), list):
                 self.refuse(f"[select] needs {value} as a list in [matrix]", key)
@@ -202,7 +265,7 @@ class _Reader:
             self.refuse(f"the seed {seed} of [select] is not in the [matrix]", "seed", str(seed))
         groups: dict[tuple[Any, ...], list[PlannedRun]] = defaultdict(list)
         for run in self._combinations(matrix):
-            groups[tuple(run.settings[key] for key in matrix if key not in (setting, "seed"))].append(run)
+            groups[tuple(run.settings.get(key) for key in matrix if key not in (setting, "seed"))].append(run)
         choices = []
         for runs in groups.values():
             candidates = [run for run in runs if run.settings["seed"] == seed]
@@ -217,19 +280,34 @@ class _Reader:
         for key in table:
             if key not in ("baseline", "criterion"):
                 self.refuse(f"unknown key {key} in [verdict]: {nearest(key, ('baseline', 'criterion'))}", key)
-        criterion = table.get("criterion", 1.05)
-        if not isinstance(criterion, int | float) or not 0 < criterion < 100:
+        criterion, baseline = table.get("criterion", 1.05), table.get("baseline", "baseline")
+        if not isinstance(baseline, str):
+            self.refuse(f"baseline {baseline!r} in [verdict] must be the name of an arm", "baseline")
+        if isinstance(criterion, bool) or not isinstance(criterion, int | float) or not 0 < criterion < 100:
             self.refuse(f"criterion {criterion!r} in [verdict] must be a ratio such as 1.05", "criterion")
         return table
 
 
-def load_plan(path: Path, out: Path | None = None, **overrides: Any) -> Plan:
+def load_plan(path: Path, out: Path | None = None, overrides: dict[str, Any] | None = None) -> Plan:
     """Read and check a plan. `out` moves all its run folders; `overrides` win over what it says of every run."""
-    return _Reader(path, out, overrides).read()
+    return _Reader(path, out, overrides or {}).read()
+
+
+def left_plans(root: Path) -> list[Plan]:
+    """The plans whose runs lie in `root`, as `oelm run` left them there."""
+    return [load_plan(path, root) for path in sorted(root.glob(f"*{COPY}"))]
+
+
+def _identity(run: PlannedRun) -> str:
+    return run.config.identity()
 
 
 def _id_of(combination: dict[str, Any]) -> str:
     short = {"model_type": "", "max_lr": "lr", "dataset": ""}
     combination = {"model_type": combination.get("model_type"), **combination}
-    words = [f"{short.get(key, key)}{value}" for key, value in combination.items() if value and key != "gpus_per_run"]
+    words = [
+        f"{short.get(key, key)}{value}"
+        for key, value in combination.items()
+        if value not in (None, "") and key != "gpus_per_run"
+    ]
     return re.sub(r"[^\w.+-]", "-", "_".join(words))

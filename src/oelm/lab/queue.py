@@ -15,13 +15,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
+from oelm.files import is_locked, lock_file
 from oelm.lab.gpus import GpuPool
 from oelm.lab.plan import Plan, PlannedRun
 from oelm.machine import cores, leave_with_parent
 
 POLL_SECONDS = 0.2
+MARK = ".queue-"
+"""A file of this name and the process number lies beside the runs, locked while the queue is at work."""
 MAX_CRASHES = 3
 """Times a run may die without having come further before the queue gives it up."""
 ASKED_TO_LEAVE = {128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, -signal.SIGTERM}
@@ -82,23 +86,33 @@ class Queue:
     _stopped: set[str] = field(default_factory=set)
     _micro_batch: dict[str, int] = field(default_factory=dict)
     _waiting_for: str = ""
+    _began: float = field(default_factory=time.time)
 
     def run(self, watch: Callable[[], None] = lambda: None) -> dict[str, str]:
         """Until nothing is left to do; returns the reason of each run that failed. Ctrl-C or SIGTERM ends it."""
         old = signal.signal(signal.SIGTERM, _interrupt)
+        place = (self.only or self.plan.runs)[0].folder.path.parent
+        mark = place / f"{MARK}{os.getpid()}"
         try:
-            while self._todo() or self.working:
-                self._start_what_fits()
-                for worker in [w for w in self.working if w.process.poll() is not None]:
-                    self._take_note(worker)
-                watch()
-                time.sleep(POLL_SECONDS)
+            place.mkdir(parents=True, exist_ok=True)
+            for litter in [m for m in place.glob(f"{MARK}*") if not is_locked(m)]:  # of queues that were killed
+                litter.unlink(missing_ok=True)
+            with lock_file(mark, "", f"pid {os.getpid()} on {os.uname().nodename}", remove=True):
+                self._work(watch)
         except KeyboardInterrupt:
             self.stop()
             raise
         finally:
             signal.signal(signal.SIGTERM, old)
         return self.failures
+
+    def _work(self, watch: Callable[[], None]) -> None:
+        while self._todo() or self.working:
+            self._start_what_fits()
+            for worker in [w for w in self.working if w.process.poll() is not None]:
+                self._take_note(worker)
+            watch()
+            time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
         """Ask every run to save and leave; what has not after a minute is killed (and can be resumed)."""
@@ -116,7 +130,22 @@ class Queue:
         """Runs that are neither finished nor given up nor already being worked on by this queue."""
         runs = self.plan.runs if self.only is None else self.only
         busy = {worker.run.id for worker in self.working} | self.failures.keys() | self._stopped
-        return [run for run in runs if run.id not in busy and not run.folder.finished()]
+        return [run for run in runs if run.id not in busy and not self._over(run)]
+
+    def _over(self, run: PlannedRun) -> bool:
+        """Finished; or diverged, before or in another queue; or asked to stop by somebody since this queue began."""
+        summary = run.folder.read_summary() or {}
+        if summary.get("retry") == "never":
+            self._give_up(run, f"{summary.get('reason')} (to try it again, remove {run.folder.path})")
+        elif summary.get("state") == "stopped" and run.folder.summary.stat().st_mtime > self._began:
+            self._stopped.add(run.id)
+            self.say(f"{run.id}: stopped by somebody, left alone")
+        return run.id in self.failures or run.id in self._stopped or summary.get("state") == "finished"
+
+    def _give_up(self, run: PlannedRun, reason: str) -> None:
+        self.failures[run.id] = reason
+        self.plan.given_up.add(run.id)
+        self.say(f"{run.id}: FAILED: {reason}")
 
     def _start_what_fits(self) -> None:
         for run in self._todo():
@@ -173,14 +202,13 @@ class Queue:
         state, code = summary.get("state"), worker.process.returncode
         if state == "finished":
             self.say(f"{run.id}: finished, val PPL {summary['final_perplexity']:.3f}")
-        elif state == "stopped" and not worker.first_to_die():
+        elif (state == "stopped" or code in ASKED_TO_LEAVE) and not worker.first_to_die():
             self._stopped.add(run.id)
             self.say(f"{run.id}: stopped at step {run.folder.last_step():,}, as asked")
         elif code == 2 and run.folder.alive():
             self.say(f"{run.id}: another process has taken it")
-        elif code == 2 or (state == "failed" and not summary.get("retry")):
-            self.failures[run.id] = summary.get("reason") or worker.last_words()
-            self.say(f"{run.id}: FAILED: {self.failures[run.id]}")
+        elif code == 2 or (state == "failed" and summary.get("retry") in (None, "", "never")):
+            self._give_up(run, summary.get("reason") or worker.last_words())
         else:
             self._try_again(worker, summary)
 
@@ -194,14 +222,12 @@ class Queue:
             config = run.config
             micro = self._micro_batch.get(run.id, config.micro_batch or config.batch_size)
             if micro % 2:
-                self.failures[run.id] = f"out of memory even with a micro-batch of {micro}"
-                self.say(f"{run.id}: FAILED: {self.failures[run.id]}")
+                self._give_up(run, f"out of memory even with a micro-batch of {micro}")
                 return
             self._micro_batch[run.id] = micro // 2
             self.say(f"{run.id}: out of memory: trying again with micro-batches of {micro // 2} instead of {micro}")
         elif self._crashes[run.id] > MAX_CRASHES:
-            self.failures[run.id] = f"died {self._crashes[run.id]} times; the last time: {reason}"
-            self.say(f"{run.id}: FAILED: {self.failures[run.id]}")
+            self._give_up(run, f"died {self._crashes[run.id]} times; the last time: {reason}")
         else:
             self.say(f"{run.id}: died ({reason}); trying again ({self._crashes[run.id]} of {MAX_CRASHES})")
 
@@ -213,6 +239,16 @@ def train_command(run: PlannedRun, settings: dict[str, object]) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.processes}", *launcher]
     flags = [f"--{key}={value}" for key, value in settings.items()]
     return [sys.executable, *launcher, "train", "--resume=auto", *flags]
+
+
+def running_queues(root: Path) -> list[int]:
+    """Process numbers of the queues at work on this machine in `root` or below."""
+    found = []
+    for mark in (path for depth in ("", "*/", "*/*/") for path in root.glob(f"{depth}{MARK}*")):
+        note = mark.read_text(errors="replace")
+        if is_locked(mark) and note.endswith(f" on {os.uname().nodename}"):
+            found.append(int(mark.name.removeprefix(MARK)))
+    return found
 
 
 def _interrupt(number: int, frame: object) -> None:

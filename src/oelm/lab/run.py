@@ -1,16 +1,20 @@
 """`oelm run`: check a whole plan before anything starts, then queue it here, in the background, or on Slurm."""
 
+import math
 import os
 import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from oelm.config import RunConfig
+from oelm.data.sources import CORPORA
 from oelm.data.tokens import check_data, data_root, open_data
 from oelm.errors import UserError, nearest
 from oelm.lab.gpus import GpuPool
@@ -39,22 +43,33 @@ def run_plan(plan: Plan, only: str, slots: int, gpus: GpuPool | None) -> dict[st
     """Check, then work through the plan; returns the failures."""
     runs = pick(plan, only)
     check(runs)
+    most = max(run.processes for run in runs)
+    if gpus is not None and most > gpus.count:
+        raise UserError(f"a run of the plan needs {most} GPUs (gpus_per_run) and this queue may use {gpus.count}")
+    plan.leave_copy()
     console = make_console()
     slots = slots or (max(1, cores() // 2) if gpus is None else 64)
     done = sum(run.folder.finished() for run in runs)
-    console.print(f"{plan.total} runs, {done} of the first {len(runs)} finished; {_places(slots, gpus)}")
-    watcher = LabWatcher(Path("."), [run.folder.path for run in runs], plan.baseline)
-    log = (lambda line: None) if sys.stdout.isatty() else (lambda line: console.print(line))
-    queue = Queue(plan, slots, gpus, runs if only else None, log)
-    with watching(console, watcher) as look:
+    total = len(runs) if only else plan.total
+    console.print(f"{total} runs, {done} finished; {_places(slots, gpus)}")
+    watcher = LabWatcher(plan.out, runs, plan.baseline)
+    queue = Queue(plan, slots, gpus, runs if only else None, console.print)
 
-        def watch() -> None:
-            watcher.expected = [run.folder.path for run in (runs if only else plan.runs)]
-            look()
+    def watch() -> None:
+        watcher.planned = runs if only else plan.runs
+        look()
 
-        failures = queue.run(watch)
+    try:
+        with watching(console, watcher) as look:
+            failures = queue.run(watch)
+    except KeyboardInterrupt:
+        saved = sum(run.folder.last_step() > 0 and not run.folder.finished() for run in watcher.planned or [])
+        console.print(f"stopped; {saved} unfinished runs are saved, and the same command goes on with them")
+        raise
     for name, reason in failures.items():
         console.print(f"{name} failed: {reason}", style="red")
+    if not failures and not only:
+        console.print(f"all runs are finished; next: oelm verdict {plan.out}, oelm report {plan.out}")
     return failures
 
 
@@ -69,17 +84,42 @@ def pick(plan: Plan, only: str) -> list[PlannedRun]:
     if not only:
         return plan.runs
     by_id = {run.id: run for run in plan.runs}
-    for name in only.split(","):
+    names = dict.fromkeys(name.strip() for name in only.split(","))
+    for name in names:
         if name not in by_id:
             raise UserError(f"--only {name}: no such run in the plan; {nearest(name, by_id)}")
-    return [by_id[name] for name in only.split(",")]
+    return [by_id[name] for name in names]
 
 
 def check(runs: list[PlannedRun]) -> None:
-    """Refuse before anything starts: data that are missing or do not fit."""
+    """Refuse before anything starts: folders of other runs, data that are missing or do not fit."""
+    check_settings(runs)
     missing = missing_data(runs)
     if missing:
         raise UserError(f"data are missing; first: {'; '.join(missing)}")
+
+
+def check_settings(runs: list[PlannedRun]) -> None:
+    """A run folder that is there already must be the run that the plan means, finished or not."""
+    for run in runs:
+        check_place(run.folder.path)
+        changed = run.folder.differs_from(run.config) if run.folder.config_file.exists() else ""
+        if changed:
+            raise UserError(
+                f"{run.folder.path} was run with {changed}: put the plan back, or choose another place with --out"
+            )
+
+
+def check_place(folder: Path) -> None:
+    """A folder that can be made: its name is possible, and what lies above it is a folder that may be written to."""
+    try:
+        if "\0" in str(folder):
+            raise ValueError("it has a null character in its name")
+        above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(folder)[:80]!r} cannot be a run folder: {error}") from None
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"{folder} cannot be made: {above} is not a folder that you may write to; take another --out")
 
 
 def missing_data(runs: list[PlannedRun]) -> list[str]:
@@ -89,9 +129,10 @@ def missing_data(runs: list[PlannedRun]) -> list[str]:
         mine = [run.config for run in runs if (run.config.dataset, run.config.data_path) == key]
         place = Path(key[1]) if key[1] else data_root() / key[0]
         if not place.is_dir():
-            tokenizer = "bpe:1024" if mine[0].vocab_size == 1024 else "gpt2"
+            tokenizer = {1024: "bpe:1024", 257: "bytes"}.get(mine[0].vocab_size, "gpt2")
             name = key[0].removesuffix("-bpe1024")
-            extra = f" --tokenizer {tokenizer} --out {place}" if tokenizer != "gpt2" or key[1] else ""
+            extra = "" if name in CORPORA else " --from PATH"
+            extra += f" --tokenizer {tokenizer} --out {place}" if tokenizer != "gpt2" or key[1] else ""
             commands.append(f"oelm prepare {name}{extra}")
             continue
         data = open_data(*key)
@@ -103,6 +144,7 @@ def missing_data(runs: list[PlannedRun]) -> list[str]:
 def show_dry_run(plan: Plan, only: str) -> None:
     """The runs with their settings and what they will cost on this machine; and what is missing."""
     runs = pick(plan, only)
+    check_settings(runs)
     speed = _matmul_flops()
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("run", "arm", "dataset"):
@@ -122,11 +164,13 @@ def show_dry_run(plan: Plan, only: str) -> None:
         )  # fmt: skip
     console = make_console()
     console.print(table)
-    later = plan.total - len(plan.runs)
-    if later and not only:
+    later = plan.total - len(plan.runs) if not only else 0
+    if later:
         console.print(f"and {later} more once the best {plan.choices[0].setting} of each arm is known")
+        total_seconds += later * total_seconds / len(runs)
+        total_disk += later * total_disk // len(runs)
     console.print(
-        f"{len(runs)} runs, {_hours(total_seconds)} one after the other on this machine "
+        f"{len(runs) + later} runs, {_hours(total_seconds)} one after the other on this machine "
         f"({speed / 1e9:,.0f} GFLOP/s at {EFFICIENCY:.0%}), at most {total_disk / 2**20:,.0f} MiB"
     )
     for command in missing_data(runs):
@@ -134,20 +178,33 @@ def show_dry_run(plan: Plan, only: str) -> None:
 
 
 def estimate(run: PlannedRun, speed: float) -> Estimate:
+    """What differs between runs of one shape costs nothing: a plan may have thousands."""
+    config = run.config
+    one = _estimate_shape(config.model_copy(update={"seed": 0, "max_lr": 1.0, "min_lr": 0.0, "out_dir": ""}))
+    return replace(one, seconds=one.flops / (speed * EFFICIENCY) / run.processes)
+
+
+@cache
+def _estimate_shape(config: RunConfig) -> Estimate:
     from oelm.model import cost
 
-    config = run.config
     table = cost.parts(config)
-    flops = float(cost.flops(config).step) * config.tokens_per_step * config.max_steps
+    per_token = cost.flops(config)
+    flops = float(per_token.step) * config.tokens_per_step * config.max_steps
+    flops += float(per_token.forward) * _evaluated_tokens(config)
     kept = config.keep_saves or config.max_steps // config.save_interval
     sizes = cost.checkpoint_bytes(config)
-    return Estimate(
-        sum(part.total for part in table),
-        sum(part.trainable for part in table),
-        flops,
-        flops / (speed * EFFICIENCY) / run.processes,
-        (kept + 3) * sizes["checkpoint"] + sizes["frozen_once"],
-    )
+    disk = (kept + 3) * sizes["checkpoint"] + sizes["frozen_once"]
+    return Estimate(sum(part.total for part in table), sum(part.trainable for part in table), flops, 0.0, disk)
+
+
+def _evaluated_tokens(config: RunConfig) -> int:
+    """Tokens of all validations and of the test, as far as the data are there to be counted."""
+    try:
+        splits = open_data(config.dataset, config.data_path).splits
+    except UserError:
+        return 0
+    return math.ceil(config.max_steps / config.val_interval) * len(splits["val"]) + len(splits.get("test", ()))
 
 
 def _matmul_flops() -> float:
@@ -187,7 +244,9 @@ def detach(arguments: list[str], log: Path) -> int:
         )
     time.sleep(1.5)
     if process.poll():
-        raise UserError(f"the detached queue ended at once: {_last_line(log)}")
+        reason = _last_line(log)
+        log.unlink()
+        raise UserError(f"the detached queue ended at once: {reason}")
     print(f"oelm {shlex.join(arguments)}\nruns in the background as pid {process.pid}; its log: {log}")
     return process.pid
 
@@ -199,7 +258,7 @@ def _last_line(path: Path) -> str:
 def _hours(seconds: float) -> str:
     if seconds >= 3600:
         return f"{seconds / 3600:,.1f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{max(1, seconds):.0f} s"
 
 
 def submit_plan(plan: Plan, only: str, options: dict[str, Any]) -> None:
@@ -208,6 +267,7 @@ def submit_plan(plan: Plan, only: str, options: dict[str, Any]) -> None:
 
     runs = pick(plan, only)
     check(runs)
+    plan.leave_copy()
     place = runs[0].folder.path.parent
     place.mkdir(parents=True, exist_ok=True)
     ids = submit(plan, runs, place, options)

@@ -6,6 +6,7 @@ run folder carries everything that the next part needs.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -58,6 +59,12 @@ def submit(plan: Plan, runs: list[PlannedRun], out: Path, options: dict[str, Any
         raise UserError("--on slurm needs submitit: pip install 'oelm[slurm]'") from None
     if plan.choices:
         raise UserError("--on slurm cannot follow a [select]: run its candidates first with --only, or run it locally")
+    for name in ("minutes", "cpus"):
+        if options.get(name) is not None and not 0 < options[name] < 1_000_000:
+            raise UserError(f"--{'time' if name == 'minutes' else name} {options[name]}: take a number above 0")
+    for name in ("partition", "gres", "mem"):
+        if options.get(name) and not re.fullmatch(r"[\w.:,=*/-]+", options[name]):
+            raise UserError(f"--{name} {options[name]!r}: Slurm has no such names")
     todo = [run for run in runs if not run.folder.finished() and not run.folder.alive()]
     queued = queued_jobs(out)
     todo = [run for run in todo if run.folder.path.name not in queued]
@@ -118,6 +125,7 @@ def queued_jobs(out: Path) -> dict[str, str]:
 
 def _read_jobs(out: Path) -> dict[str, str]:
     try:
-        return json.loads((out / JOBS_FILE).read_text())
+        found = json.loads((out / JOBS_FILE).read_text())
     except (OSError, ValueError):
         return {}
+    return {str(job): str(name) for job, name in found.items()} if isinstance(found, dict) else {}

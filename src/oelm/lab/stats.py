@@ -1,74 +1,94 @@
-"""Statistics of a comparison: seed-paired gaps, intervals and the verdict.
+"""Statistics of a comparison: seed-paired gaps, their bounds, the verdict, and how sure the measurement itself is.
 
 The gap of an arm is the mean over seeds of log PPL(arm) - log PPL(baseline), final step, test split,
 shown as a ratio of perplexities. Pairs share initial weights and batches, so most of the noise cancels.
+`low` and `high` are each a one-sided 95 % bound: the same bounds that decide the verdict.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 ALPHA = 0.05
+POWER = 0.8
 MIN_SEEDS = 3
+MAX_SEEDS = 1_000
+PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 
 
 @dataclass(frozen=True)
 class Gap:
-    """An arm against a baseline, in log perplexity."""
+    """An arm against another, in log perplexity."""
 
     n: int
     mean: float
     low: float
-    """Two-sided 95 % interval."""
     high: float
-    p_pass: float
+    sd: float = 0.0
+    """Of the differences, over seeds."""
+    p_pass: float = 1.0
     """One-sided p value against 'the gap is at or above the criterion'."""
-    p_fail: float
+    p_fail: float = 1.0
     """One-sided p value against 'the gap is at or below the criterion'."""
-    verdict: str = "INCONCLUSIVE"
+    verdict: str = INCONCLUSIVE
+    seeds_needed: int | None = None
+    """To decide with probability POWER, if mean and spread stay as they are; None: decided, or not to be told."""
 
     @property
     def ratio(self) -> float:
         return math.exp(self.mean)
 
     @property
-    def interval(self) -> tuple[float, float]:
+    def bounds(self) -> tuple[float, float]:
         return math.exp(self.low), math.exp(self.high)
 
 
 def paired_gap(arm: Mapping[int, float], baseline: Mapping[int, float], criterion: float) -> Gap:
     """Gap from losses by seed (nats per token); seeds that only one side has are left out."""
+    seeds = sorted(arm.keys() & baseline.keys())
+    if not seeds:
+        raise ValueError("no seed in common")
+    differences = np.array([arm[seed] - baseline[seed] for seed in seeds])
+    if len(seeds) == 1:
+        return Gap(1, float(differences[0]), -math.inf, math.inf)
+    mean, error, low, high = t_bounds(differences)
+    p_pass, p_fail = t_tests(mean, error, len(seeds), math.log(criterion))
+    sd = float(error) * math.sqrt(len(seeds))
+    return Gap(len(seeds), float(mean), float(low), float(high), sd, float(p_pass), float(p_fail))
+
+
+def t_bounds(differences: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, its standard error, and both one-sided bounds, along the last axis."""
     from scipy.stats import t
 
-    seeds = sorted(arm.keys() & baseline.keys())
-    differences = np.array([arm[seed] - baseline[seed] for seed in seeds])
-    n = len(seeds)
-    if n == 0:
-        raise ValueError("no seed in common")
-    mean, bar = float(differences.mean()), math.log(criterion)
-    if n == 1:
-        return Gap(1, mean, -math.inf, math.inf, 1.0, 1.0)
-    error = float(differences.std(ddof=1)) / math.sqrt(n)
-    reach = float(t.ppf(1 - ALPHA / 2, n - 1)) * error
-    if error == 0:
-        below, above = float(mean >= bar), float(mean <= bar)
-    else:
-        below, above = float(t.cdf((mean - bar) / error, n - 1)), float(t.sf((mean - bar) / error, n - 1))
-    return Gap(n, mean, mean - reach, mean + reach, below, above)
+    n = differences.shape[-1]
+    mean, error = differences.mean(-1), differences.std(-1, ddof=1) / math.sqrt(n)
+    reach = t.ppf(1 - ALPHA, n - 1) * error
+    return mean, error, mean - reach, mean + reach
 
 
-def judge(gaps: Mapping[str, Gap]) -> dict[str, Gap]:
+def t_tests(mean: np.ndarray, error: np.ndarray, n: int, bar: float) -> tuple[np.ndarray, np.ndarray]:
+    """One-sided p values: that the mean is not below `bar`, and that it is not above."""
+    from scipy.stats import t
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        score = np.nan_to_num((mean - bar) / error, nan=0.0, posinf=np.inf, neginf=-np.inf)
+    return t.cdf(score, n - 1), t.sf(score, n - 1)
+
+
+def judge(gaps: Mapping[str, Gap], criterion: float) -> dict[str, Gap]:
     """Give each arm its verdict, with Holm's correction across the arms."""
     passed = holm({arm: gap.p_pass for arm, gap in gaps.items()})
     failed = holm({arm: gap.p_fail for arm, gap in gaps.items()})
     judged = {}
     for arm, gap in gaps.items():
-        verdict = "INCONCLUSIVE"
-        if gap.n >= MIN_SEEDS:
-            verdict = "PASS" if passed[arm] else "FAIL" if failed[arm] else verdict
-        judged[arm] = replace(gap, verdict=verdict)
+        verdict = PASS if passed[arm] else FAIL if failed[arm] else INCONCLUSIVE
+        if gap.n < MIN_SEEDS:
+            verdict = INCONCLUSIVE
+        needed = seeds_needed(gap, criterion, ALPHA / len(gaps)) if verdict == INCONCLUSIVE and gap.n > 1 else None
+        judged[arm] = replace(gap, verdict=verdict, seeds_needed=needed)
     return judged
 
 
@@ -81,3 +101,38 @@ def holm(p_values: Mapping[str, float]) -> dict[str, bool]:
             break
         rejected[name] = True
     return rejected
+
+
+def seeds_needed(gap: Gap, criterion: float, alpha: float = ALPHA) -> int | None:
+    """Seeds with which a one-sided t test decides with probability POWER; None beyond MAX_SEEDS."""
+    from scipy.stats import nct, t
+
+    distance = abs(gap.mean - math.log(criterion))
+    n = np.arange(MIN_SEEDS, MAX_SEEDS + 1)
+    if gap.sd == 0:
+        return MIN_SEEDS if distance else None
+    power = nct.sf(t.ppf(1 - alpha, n - 1), n - 1, distance / gap.sd * np.sqrt(n))
+    enough = np.flatnonzero(np.nan_to_num(power, nan=1.0) >= POWER)
+    return int(n[enough[0]]) if len(enough) else None
+
+
+def document_bootstrap(arm: np.ndarray, baseline: np.ndarray, repeats: int = 1_000) -> tuple[float, float]:
+    """Bounds of one pair's gap if other documents had been drawn for the test split.
+
+    Rows are (summed loss, tokens) per document, the same documents for both. Both bounds are one-sided
+    at 95 %. It tells the noise of the evaluation, not of the training.
+    """
+    chance = np.random.default_rng(0)
+    difference, tokens = arm[:, 0] - baseline[:, 0], arm[:, 1]
+    gaps = np.empty(repeats)
+    for i in range(repeats):
+        drawn = chance.integers(0, len(tokens), len(tokens))
+        gaps[i] = difference[drawn].sum() / tokens[drawn].sum()
+    low, high = np.quantile(gaps, (ALPHA, 1 - ALPHA))
+    return float(low), float(high)
+
+
+def speed_ratio(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Gap:
+    """Step times of an arm and its baseline, pair by pair of runs: the log ratio of medians, with bounds."""
+    ratios = {i: math.log(np.median(a) / np.median(b)) for i, (a, b) in enumerate(pairs)}
+    return paired_gap(ratios, dict.fromkeys(ratios, 0.0), 1.0)

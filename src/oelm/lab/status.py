@@ -1,15 +1,17 @@
 """Where runs are, read from their folders alone: a plain copy, or a folder on NFS, does as well."""
 
-import json
 import math
 import os
-from dataclasses import asdict, dataclass
-from datetime import datetime
+import re
+import statistics
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from oelm.config import RunConfig
 from oelm.errors import UserError
+from oelm.lab.plan import PlannedRun, left_plans
+from oelm.train import metrics
 from oelm.train.folder import RunFolder
 
 RECENT = 50
@@ -21,15 +23,15 @@ class RunStatus:
     id: str
     arm: str
     state: str
-    """waiting, queued (Slurm), running, finished, stopped, failed or died."""
+    """waiting, queued (Slurm), running, finished, stopped, failed, died or unreadable."""
     step: int = 0
     max_steps: int = 0
     started: str | None = None
     finished: str | None = None
     elapsed: float | None = None
-    """Seconds since the first start."""
+    """Seconds of training and evaluation, of all parts; pauses do not count."""
     left: float | None = None
-    """Seconds, from the recent step times; running runs only."""
+    """Seconds, from the recent step times and the validations so far; running runs only."""
     loss: float | None = None
     val_ppl: float | None = None
     val_step: int | None = None
@@ -38,30 +40,39 @@ class RunStatus:
     gpu: str | None = None
     pid: int | None = None
     reason: str = ""
+    path: str = ""
 
 
 class RunWatcher:
     """Follows one run folder; a second look reads only what was appended since the first."""
 
-    def __init__(self, path: Path) -> None:
-        self.folder = RunFolder(path)
-        self.id = path.name
+    def __init__(self, path: Path, name: str = "", planned: RunConfig | None = None) -> None:
+        self.folder, self.planned = RunFolder(path), planned
+        self.id = name or path.name
         self._offset = 0
-        self._config: RunConfig | None = None
+        self.known: RunConfig | None = None
+        """Its config, once it could be read."""
         self.train: dict[str, Any] = {}
         self.val: dict[int, float] = {}
         self.recent: list[float] = []
-
-    @property
-    def config(self) -> RunConfig | None:
-        if self._config is None and self.folder.config_file.exists():
-            self._config = self.folder.config()
-        return self._config
+        self.worked = 0.0
+        self.val_seconds: list[float] = []
 
     def look(self) -> RunStatus:
-        config = self.config
+        """Where the run is; a folder with damaged files is said to be unreadable and stops nobody from looking."""
+        try:
+            return self._look()
+        except (UserError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error)
+            return RunStatus(self.id, "", "unreadable", reason=reason, path=str(self.folder.path))
+
+    def _look(self) -> RunStatus:
+        if self.known is None and self.folder.config_file.exists():
+            self.known = self.folder.config()
+        config = self.known
         if config is None:
-            return RunStatus(self.id, "", "waiting")
+            arm, steps = (self.planned.model_type, self.planned.max_steps) if self.planned else ("", 0)
+            return RunStatus(self.id, arm, "waiting", max_steps=steps, path=str(self.folder.path))
         self._read_metrics()
         summary = self.folder.read_summary() or {}
         alive = self.folder.alive()
@@ -69,26 +80,32 @@ class RunWatcher:
         last = self._last_part()
         started = self._first_start()
         ended = summary.get("finished") or summary.get("ended") if not alive else None
-        seconds = sum(self.recent) / len(self.recent) if self.recent else None
-        steps_left = config.max_steps - self.train.get("step", 0)
         device = str(last.get("visible_gpus") or "") if str(last.get("device", "")).startswith("cuda") else ""
         return RunStatus(
             id=self.id,
             arm=config.model_type,
-            state=state,
+            state=str(state),
             step=self.train.get("step", 0),
             max_steps=config.max_steps,
             started=started,
             finished=ended if state == "finished" else None,
-            elapsed=_between(started, ended or (self._last_sign() if not alive else None)),
-            left=seconds * steps_left if alive and seconds else None,
+            elapsed=self.worked,
+            left=self._left(config) if alive else None,
             loss=self.train.get("loss"),
             val_ppl=_ppl(self.val[max(self.val)]) if self.val else None,
             val_step=max(self.val, default=None),
             gpu=device or None,
-            pid=last.get("pid") if alive else None,
-            reason=summary.get("reason", "") if not alive else "",
+            pid=self.folder.holder()[0] if alive else None,
+            reason=str(summary.get("reason", "")) if not alive else "",
+            path=str(self.folder.path),
         )
+
+    def _left(self, config: RunConfig) -> float | None:
+        if not self.recent:
+            return None
+        steps = config.max_steps - self.train.get("step", 0)
+        validations = math.ceil(steps / config.val_interval) * (statistics.fmean(self.val_seconds or [0.0]))
+        return steps * statistics.fmean(self.recent) + validations
 
     def _read_metrics(self) -> None:
         try:
@@ -96,25 +113,27 @@ class RunWatcher:
                 size = file.seek(0, os.SEEK_END)
                 if size < self._offset:  # cut back by a resume
                     self._offset, self.train, self.val, self.recent = 0, {}, {}, []
+                    self.worked, self.val_seconds = 0.0, []
                 file.seek(self._offset)
                 new = file.read()
         except OSError:
             return
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
+        self.worked += sum(map(float, re.findall(rb'"seconds": ([\d.e-]+)', whole)))
         lines = whole.splitlines()
         for index, line in enumerate(lines):
             if b'"train"' in line[:20] and index < len(lines) - RECENT - 5:
                 continue  # only the last few training records matter
-            try:
-                record = json.loads(line)
-            except ValueError:
+            record = metrics.parse(line + b"\n")
+            if record is None or not isinstance(record.get("loss"), float | int):
                 continue
             if record["kind"] == "train":
                 self.train = record
                 self.recent = [*self.recent[1 - RECENT :], record["seconds"]]
             elif record["kind"] == "val":
                 self.val[record["step"]] = record["loss"]
+                self.val_seconds.append(record.get("seconds", 0.0))
 
     def _parts(self) -> list[dict[str, Any]]:
         return self.folder.read_environment()
@@ -126,47 +145,55 @@ class RunWatcher:
     def _last_part(self) -> dict[str, Any]:
         return (self._parts() or [{}])[-1]
 
-    def _last_sign(self) -> str | None:
-        """When a run that died last wrote something."""
-        try:
-            written = self.folder.metrics.stat().st_mtime
-        except OSError:
-            return None
-        return datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds")
-
 
 class LabWatcher:
     """Follows all run folders below a folder, and the runs of a plan that have no folder yet."""
 
-    def __init__(self, root: Path, expected: list[Path] | None = None, baseline: str = "baseline") -> None:
-        self.root, self.expected, self.baseline = root, expected, baseline
+    def __init__(self, root: Path, planned: list[PlannedRun] | None = None, baseline: str = "baseline") -> None:
+        """Without `planned`, what the plans left below `root` name, and whatever other run lies there."""
+        self.root, self.planned, self.baseline = root, planned, baseline
+        self._plans = left_plans(root) if planned is None else []
         self._runs: dict[Path, RunWatcher] = {}
 
     def look(self) -> list[RunStatus]:
-        for path in self.expected if self.expected is not None else find_runs(self.root):
-            self._runs.setdefault(path, RunWatcher(path))
+        for run in self.planned or [run for plan in self._plans for run in plan.runs]:
+            if run.folder.path not in self._runs:
+                self._runs[run.folder.path] = RunWatcher(run.folder.path, planned=run.config)
+        for path in find_runs(self.root) if self.planned is None else []:
+            name = str(path.relative_to(self.root)) if path != self.root else path.name
+            self._runs.setdefault(path, RunWatcher(path, name))
+        for path in [path for path, watcher in self._runs.items() if watcher.planned is None and not path.exists()]:
+            del self._runs[path]
         queued = _slurm_jobs(self.root)
         found = [self._with_job(watcher.look(), queued) for watcher in self._runs.values()]
         return [self._with_gap(path, status) for path, status in zip(self._runs, found, strict=True)]
 
     def _with_job(self, status: RunStatus, queued: dict[str, str]) -> RunStatus:
-        if status.state in ("waiting", "stopped", "died") and status.id in queued:
-            return RunStatus(**{**asdict(status), "state": "queued", "reason": queued[status.id]})
+        job = queued.get(Path(status.path).name)
+        if status.state in ("waiting", "stopped", "died") and job is not None:
+            return replace(status, state="queued", reason=job)
         return status
 
     def _with_gap(self, path: Path, status: RunStatus) -> RunStatus:
-        """Against the baseline run of the same data, seed, steps and batch, at the newest step that both validated."""
+        """Against the baseline run of the same data, seed, steps and batch, at the newest step that both validated.
+
+        With several such baselines, against the one of the same learning rate.
+        """
         watcher = self._runs[path]
-        if watcher.config is None or status.arm == self.baseline or not watcher.val:
+        mine = watcher.known
+        if mine is None or status.arm == self.baseline or not watcher.val:
             return status
-        key = _pair_key(watcher.config)
-        for other in self._runs.values():
-            if other.config and other.config.model_type == self.baseline and _pair_key(other.config) == key:
-                common = watcher.val.keys() & other.val.keys()
-                if common:
-                    step = max(common)
-                    gap = math.exp(watcher.val[step] - other.val[step]) - 1
-                    return RunStatus(**{**asdict(status), "gap": gap})
+        pairs = [
+            other
+            for other in self._runs.values()
+            if other.known and other.known.model_type == self.baseline and _pair_key(other.known) == _pair_key(mine)
+        ]
+        same_rate = [other for other in pairs if other.known and other.known.max_lr == mine.max_lr]
+        for other in same_rate or (pairs if len(pairs) == 1 else []):
+            common = watcher.val.keys() & other.val.keys()
+            if common:
+                gap = math.exp(watcher.val[max(common)] - other.val[max(common)]) - 1
+                return replace(status, gap=gap)
         return status
 
 
@@ -193,13 +220,6 @@ def _slurm_jobs(root: Path) -> dict[str, str]:
     from oelm.lab.slurm import queued_jobs
 
     return queued_jobs(root)
-
-
-def _between(start: str | None, end: str | None) -> float | None:
-    if start is None:
-        return None
-    until = datetime.fromisoformat(end) if end else datetime.now().astimezone()
-    return max(0.0, (until - datetime.fromisoformat(start)).total_seconds())
 
 
 def _ppl(loss: float) -> float:

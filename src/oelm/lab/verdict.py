@@ -1,95 +1,262 @@
-"""From finished run folders to a table of arms: perplexity, gap, verdict, step time, frozen share."""
+"""From a study to a verdict: every arm against the plain and against the fair baseline, and what lies in between.
 
-from collections import defaultdict
-from dataclasses import dataclass
+*plain*: against the baseline arm. *fair*: against the best, on validation, of the trained arms that share
+the arm's other choices: the baseline, and those whose Q/K start at the arm's own scale. Fair is the headline.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from oelm.errors import UserError
-from oelm.lab.plan import Plan
-from oelm.lab.stats import Gap, judge, paired_gap
+from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap, document_bootstrap, judge, paired_gap, speed_ratio
+from oelm.lab.study import Arm, Run, Setting, Study
+from oelm.lab.threats import Threat, find_threats
+from oelm.lab.watch import make_console
+
+STEPS = {
+    "freeze": ("baseline", "oelm_v2"),
+    "random": ("baseline", "oelm_random"),
+    "random_to_freeze": ("oelm_random", "oelm_v2"),
+    "scale": ("oelm_random", "oelm_matched"),
+    "orthogonality": ("oelm_matched", "oelm_v2"),
+    "head_wise": ("oelm", "oelm_v2"),
+    "start": ("baseline", "orthogonal"),
+    "freezing_alone": ("orthogonal", "oelm_v2"),
+}
+"""The ablation: from one arm to another, one thing changes (the first three as published)."""
+EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
 
 
 @dataclass(frozen=True)
-class ArmResult:
-    arm: str
-    perplexities: list[float]
-    """Test split, final step, by seed."""
-    gap: Gap | None
-    """None for the baseline itself."""
-    step_time_ratio: float
-    """Median step time relative to the baseline's, over all seeds."""
-    frozen_share: float
+class Judgement:
+    """One arm in one setting."""
+
+    plain: Gap
+    fair: Gap
+    against: str
+    """The baseline that is fair."""
+    evaluation: tuple[float, float] | None
+    """Bounds of the first pair's plain gap over draws of other test documents, in log perplexity."""
+    speed: Gap
+    """Log ratio of median step times, over pairs of runs."""
+
+
+@dataclass(frozen=True)
+class SettingVerdict:
+    setting: Setting
+    judgements: dict[str, Judgement]
+    steps: dict[str, Gap]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    study: Study
+    settings: list[SettingVerdict]
+    arms: dict[str, str]
+    """The frozen arms: PASS where an arm passes in every setting, FAIL where it fails in any."""
+    threats: list[Threat]
 
     @property
-    def perplexity(self) -> float:
-        return float(np.exp(np.mean(np.log(self.perplexities))))
+    def overall(self) -> str:
+        """PASS if some frozen arm passes, FAIL if every one fails."""
+        found = set(self.arms.values())
+        return PASS if PASS in found else FAIL if found == {FAIL} else INCONCLUSIVE
+
+    @property
+    def passing(self) -> list[str]:
+        return [arm for arm, verdict in self.arms.items() if verdict == PASS]
 
 
-def compare_arms(plan: Plan) -> list[ArmResult]:
-    """Compare the finished runs of a plan, arm by arm, against its baseline arm."""
-    runs: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
-    for run in plan.final_runs:
-        summary, config = run.folder.read_summary(), run.config
-        if summary and summary["state"] == "finished":
-            if config.seed in runs[config.model_type]:
-                raise UserError(
-                    f"{config.model_type} has several runs with seed {config.seed}: add a [select] to the plan"
-                )
-            runs[config.model_type][config.seed] = summary
-    baseline = runs.get(plan.baseline)
-    if not baseline:
-        raise UserError(f"no finished run of the baseline arm {plan.baseline}: there is nothing to compare with")
-    _refuse_unpaired(runs)
-    losses = {arm: {seed: s["test_loss"] for seed, s in by_seed.items()} for arm, by_seed in runs.items()}
-    others = [arm for arm in runs if arm != plan.baseline and runs[arm].keys() & baseline.keys()]
-    gaps = judge({arm: paired_gap(losses[arm], losses[plan.baseline], plan.criterion) for arm in others})
-    pace = _median_step(baseline)
-    return [
-        ArmResult(
-            arm,
-            [s["test_perplexity"] for _, s in sorted(runs[arm].items())],
-            gaps.get(arm),
-            _median_step(runs[arm]) / pace,
-            next(iter(runs[arm].values()))["frozen_parameters"] / next(iter(runs[arm].values()))["total_parameters"],
+def reach_verdict(study: Study) -> Verdict:
+    """Judge every setting that has its baseline; the rest is named among the threats."""
+    settings = [_judge_setting(s, study) for s in study.settings if study.baseline in s.judged and len(s.judged) > 1]
+    found: dict[str, list[str]] = {}
+    for setting in settings:
+        frozen = {name for name in setting.judgements if not setting.setting.arms[name].any_run.trained}
+        for name, judgement in setting.judgements.items():
+            if name in frozen or not frozen:
+                found.setdefault(name, []).append(judgement.fair.verdict)
+    arms = {name: _across(verdicts) for name, verdicts in found.items()}
+    return Verdict(study, settings, arms, find_threats(study))
+
+
+def _across(verdicts: list[str]) -> str:
+    return FAIL if FAIL in verdicts else PASS if set(verdicts) == {PASS} else INCONCLUSIVE
+
+
+def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
+    arms, baseline = setting.judged, setting.judged[study.baseline]
+    others = [a for a in arms.values() if a is not baseline and a.losses.keys() & baseline.losses.keys()]
+    against = {arm.name: fair_baseline(arm, setting, study.baseline) for arm in others}
+    plain = judge({a.name: paired_gap(a.losses, baseline.losses, study.criterion) for a in others}, study.criterion)
+    fair = judge(
+        {a.name: paired_gap(a.losses, against[a.name].losses, study.criterion) for a in others}, study.criterion
+    )
+    judgements = {
+        arm.name: Judgement(
+            plain[arm.name], fair[arm.name], against[arm.name].name, _evaluation_noise(arm, baseline),
+            speed_ratio([(a.step_seconds, b.step_seconds) for a, b in _pairs(arm, baseline)]),
         )
-        for arm in [plan.baseline, *others]
+        for arm in others
+    }  # fmt: skip
+    steps = {}
+    for name, (start, end) in STEPS.items():
+        if start in arms and end in arms and arms[start].losses.keys() & arms[end].losses.keys():
+            steps[name] = paired_gap(arms[end].losses, arms[start].losses, study.criterion)
+    return SettingVerdict(setting, judgements, steps)
+
+
+def fair_baseline(arm: Arm, setting: Setting, baseline: str) -> Arm:
+    """The best on validation of the trained arms that share the arm's choices other than freezing."""
+    config = arm.any_run.config
+    shared = [
+        other
+        for other in setting.judged.values()
+        if other.name != arm.name
+        and other.any_run.trained
+        and (other.name == baseline or other.any_run.config.qk_scale == config.qk_scale)
+        and other.losses.keys() >= arm.losses.keys() & setting.judged[baseline].losses.keys()
     ]
+    return min(shared, key=lambda other: other.val_loss)
 
 
-def _refuse_unpaired(runs: dict[str, dict[int, dict[str, Any]]]) -> None:
-    """A pair must have seen the same batches of the same tokens."""
-    kinds = {(str(s["data"]), s["tokens_seen"], s["steps"]) for by_seed in runs.values() for s in by_seed.values()}
-    if len(kinds) > 1:
-        raise UserError("the runs differ in data, tokens or steps and cannot be compared pair by pair")
+def _pairs(arm: Arm, baseline: Arm) -> list[tuple[Run, Run]]:
+    return [(run, baseline.runs[seed]) for seed, run in arm.runs.items() if seed in baseline.runs]
 
 
-def _median_step(by_seed: dict[int, dict[str, Any]]) -> float:
-    return float(np.median([s["median_step_seconds"] for s in by_seed.values()]))
+def _evaluation_noise(arm: Arm, baseline: Arm) -> tuple[float, float] | None:
+    mine, other = _pairs(arm, baseline)[0]
+    if mine.documents is None or other.documents is None or mine.documents.shape != other.documents.shape:
+        return None
+    return document_bootstrap(mine.documents, other.documents)
 
 
-def as_rows(results: list[ArmResult]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the results table, for a terminal or a document."""
-    headings = [
-        "arm",
-        "test PPL (geometric mean)",
-        "per seed",
-        "gap to baseline [95 %]",
-        "verdict",
-        "step time",
-        "frozen",
-    ]
-    rows = []
-    for r in results:
-        gap, verdict = "–", "baseline"
-        if r.gap:
-            low, high = r.gap.interval
-            interval = f"[{low - 1:+.1%}, {high - 1:+.1%}]" if r.gap.n > 1 else "(one seed: no interval)"
-            gap = f"{r.gap.ratio - 1:+.1%} {interval}"
-            verdict = r.gap.verdict
-        seeds = " ".join(f"{p:.2f}" for p in r.perplexities)
-        rows.append(
-            [r.arm, f"{r.perplexity:.2f}", seeds, gap, verdict, f"{r.step_time_ratio:.2f} x", f"{r.frozen_share:.1%}"]
-        )
-    return headings, rows
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """Everything, as plain values."""
+    return {
+        "overall": verdict.overall,
+        "arms": verdict.arms,
+        "baseline": verdict.study.baseline,
+        "criterion": verdict.study.criterion,
+        "unfinished": verdict.study.unfinished,
+        "settings": [
+            {
+                "name": s.setting.name,
+                "arms": {
+                    name: {
+                        "test_perplexity": arm.perplexity,
+                        "max_lr": arm.rate,
+                        "best_lr_at_edge": arm.at_edge,
+                        "seeds": list(arm.runs),
+                        **({} if name not in s.judgements else _judgement_json(s.judgements[name])),
+                    }
+                    for name, arm in s.setting.judged.items()
+                },
+                "steps": {name: _gap_json(gap) for name, gap in s.steps.items()},
+            }
+            for s in verdict.settings
+        ],
+        "threats": [{"kind": threat.kind, "text": threat.text("en")} for threat in verdict.threats],
+    }
+
+
+def _judgement_json(judgement: Judgement) -> dict[str, Any]:
+    noise = judgement.evaluation
+    return {
+        "plain": _gap_json(judgement.plain),
+        "fair": {"against": judgement.against, **_gap_json(judgement.fair)},
+        "evaluation_bounds": [math.exp(noise[0]), math.exp(noise[1])] if noise else None,
+        "step_time_ratio": judgement.speed.ratio,
+        "step_time_bounds": _finite(judgement.speed),
+    }
+
+
+def _gap_json(gap: Gap) -> dict[str, Any]:
+    kept = {k: v for k, v in asdict(gap).items() if k not in ("mean", "low", "high")}
+    return {"ratio": gap.ratio, "bounds": _finite(gap), **kept}
+
+
+def _finite(gap: Gap) -> list[float] | None:
+    return list(gap.bounds) if gap.n > 1 else None
+
+
+def show_verdict(study: Study, to_json: bool) -> int:
+    """Print the verdict; returns the exit code that says it too."""
+    verdict = reach_verdict(study)
+    if not verdict.settings:
+        raise UserError(_nothing_to_judge(study))
+    if to_json:
+        print(json.dumps(as_json(verdict), indent=2))
+    else:
+        print_verdict(verdict, make_console())
+    return EXIT_CODES[verdict.overall]
+
+
+def _nothing_to_judge(study: Study) -> str:
+    if not any(study.baseline in setting.judged for setting in study.settings):
+        return f"no finished run of the baseline arm {study.baseline} below {study.root}: nothing to compare with"
+    return f"no finished run of another arm at the settings of {study.baseline} below {study.root}: nothing to compare"
+
+
+def print_verdict(verdict: Verdict, console: Console) -> None:
+    study = verdict.study
+    if study.unfinished:
+        ended = sum(s.state == "finished" for s in study.statuses)
+        console.print(f"INTERIM: {ended} runs are finished, others are not\n", style="yellow")
+    for s in verdict.settings:
+        console.print(s.setting.name, style="bold")
+        console.print(_table(s))
+        console.print()
+        for name, gap in s.steps.items():
+            start, end = STEPS[name]
+            console.print(f"  {start} → {end}: {show_gap(gap)}")
+        console.print()
+    if verdict.threats:
+        console.print("Threats to validity", style="bold")
+        for threat in verdict.threats:
+            console.print(f"  - {threat.text('en')}")
+        console.print()
+    console.print(sentence(verdict), style="bold")
+
+
+def _table(s: SettingVerdict) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("arm", "test PPL", "lr", "n", "plain gap", "fair gap", "verdict"):
+        table.add_column(heading, no_wrap=True)
+    for name, arm in s.setting.judged.items():
+        cells = [name, f"{arm.perplexity:.3f}", f"{arm.rate:g}", str(len(arm.runs))]
+        judgement = s.judgements.get(name)
+        if judgement:
+            needed = f"\n(~{judgement.fair.seeds_needed} seeds)" if judgement.fair.seeds_needed else ""
+            fair = f"{_two_lines(judgement.fair)}\nvs {judgement.against}"
+            cells += [_two_lines(judgement.plain), fair, judgement.fair.verdict + needed]
+        table.add_row(*cells)
+    return table
+
+
+def show_gap(gap: Gap) -> str:
+    """+9.8 % [+8.1, +11.5]"""
+    if gap.n == 1:
+        return f"{100 * (gap.ratio - 1):+.1f} % (one seed)"
+    low, high = gap.bounds
+    return f"{100 * (gap.ratio - 1):+.1f} % [{100 * (low - 1):+.1f}, {100 * (high - 1):+.1f}]"
+
+
+def _two_lines(gap: Gap) -> str:
+    """For a terminal of 80 columns."""
+    return show_gap(gap).replace(" [", "\n[").replace(" (", "\n(")
+
+
+def sentence(verdict: Verdict) -> str:
+    """The verdict in one sentence."""
+    bar = f"{100 * (verdict.study.criterion - 1):g} %"
+    if verdict.overall == PASS:
+        return f"PASS: within {bar} of its fair baseline: {', '.join(verdict.passing)}."
+    if verdict.overall == FAIL:
+        return f"FAIL: every frozen arm is more than {bar} worse than its fair baseline."
+    return f"INCONCLUSIVE: these runs do not tell whether a frozen arm is within {bar} of its fair baseline."

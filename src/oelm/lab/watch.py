@@ -3,12 +3,13 @@
 import json
 import math
 import os
-import re
 import signal
 import sys
+import termios
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -18,86 +19,136 @@ from rich.live import Live
 from rich.table import Table
 
 from oelm.errors import UserError
+from oelm.lab.queue import running_queues
 from oelm.lab.status import LabWatcher, RunStatus, find_runs, watch_folder
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
 
-STYLES = {"finished": "green", "running": "bold", "failed": "red", "died": "red", "waiting": "dim", "queued": "dim"}
+STYLES = {
+    "finished": "green",
+    "running": "bold",
+    "failed": "red",
+    "died": "red",
+    "unreadable": "red",
+    "waiting": "dim",
+    "queued": "dim",
+}
 
 
 def make_console() -> Console:
     """As wide as the terminal; wide enough for any table elsewhere."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
 def show_status(root: Path, watch: bool, as_json: bool) -> None:
     watcher = watch_folder(root)
     console = make_console()
-    if as_json:
-        print(json.dumps([asdict(status) for status in watcher.look()], indent=2))
-        return
     found = watcher.look()
+    if as_json:
+        print(json.dumps([asdict(status) for status in found], indent=2))
+        return
     if not found:
         raise UserError(f"no run below {root}: start one with oelm train or oelm run")
     if not watch:
-        console.print(status_table(found))
+        console.print(status_table(found, console.width))
         return
-    with Live(status_table(found), console=console, auto_refresh=False, screen=False) as live:
+    with quiet_keys(), Live(live_table(found, console), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(1)
-            live.update(status_table(watcher.look()), refresh=True)
+            live.update(live_table(watcher.look(), console), refresh=True)
 
 
-def status_table(found: list[RunStatus]) -> Table:
-    """The published progress table. GPU, PID and gap columns appear when a run has one."""
-    columns: dict[str, Callable[[RunStatus], str]] = {
-        "run": lambda s: s.id,
-        "arm": lambda s: s.arm,
-        "state": lambda s: s.state,
-        "step": lambda s: f"{s.step:,}/{_short(s.max_steps)}",
-        "%": lambda s: f"{s.step / s.max_steps:.0%}" if s.max_steps else "",
-        "started": lambda s: _clock(s.started),
-        "finished": lambda s: _clock(s.finished),
-        "elapsed": lambda s: _span(s.elapsed),
-        "left": lambda s: _span(s.left),
-        "loss": lambda s: _number(s.loss, 3),
-        "val PPL": lambda s: _number(s.val_ppl, 2),
-        "gap": lambda s: f"{s.gap:+.1%}" if s.gap is not None else "",
-        "GPU": lambda s: s.gpu or "",
-        "PID": lambda s: str(s.pid or ""),
-        "why": lambda s: s.reason,
-    }
-    optional = {"gap", "GPU", "PID", "why", "left", "finished"}
-    left_aligned = {"run", "arm", "state", "why"}
+COLUMNS: dict[str, Callable[[RunStatus], str]] = {
+    "run": lambda s: s.id,
+    "arm": lambda s: s.arm,
+    "state": lambda s: s.state,
+    "step": lambda s: f"{s.step:,}/{_short(s.max_steps)}",
+    "%": lambda s: f"{s.step / s.max_steps:.0%}" if s.max_steps else "",
+    "started": lambda s: _clock(s.started),
+    "finished": lambda s: _clock(s.finished),
+    "elapsed": lambda s: _span(s.elapsed),
+    "left": lambda s: _span(s.left),
+    "loss": lambda s: _number(s.loss, 3),
+    "val PPL": lambda s: _number(s.val_ppl, 2),
+    "gap": lambda s: f"{s.gap:+.1%}" if s.gap is not None else "",
+    "GPU": lambda s: s.gpu or "",
+    "PID": lambda s: str(s.pid or ""),
+    "why": lambda s: s.reason,
+}
+OPTIONAL = ("gap", "GPU", "PID", "why", "left", "finished")
+"""Shown when a run has one."""
+LESSER = ("PID", "started", "elapsed", "finished", "%", "arm", "GPU", "loss", "left", "step")
+"""Left out, in this order, where the terminal is too narrow."""
+
+
+def status_table(found: list[RunStatus], width: int = 200) -> Table:
+    """The published progress table, as wide as it may be."""
+    cells = {heading: [cell(status) for status in found] for heading, cell in COLUMNS.items()}
+    shown = [heading for heading in COLUMNS if heading not in OPTIONAL or any(cells[heading])]
+    widths = {heading: max(len(heading), *map(len, cells[heading])) for heading in shown if heading != "why"}
+    for heading in LESSER:
+        if sum(widths.values()) + 2 * len(widths) + (16 if "why" in shown else 0) <= width:
+            break
+        if heading in shown:
+            shown.remove(heading)
+            del widths[heading]
     table = Table(box=None, header_style="bold", pad_edge=False)
-    shown = {}
-    for heading, cell in columns.items():
-        if heading not in optional or any(cell(status) for status in found):
-            wraps = heading in ("why", "run")
-            table.add_column(heading, justify="left" if heading in left_aligned else "right", no_wrap=not wraps)
-            shown[heading] = cell
-    for status in found:
-        table.add_row(*(cell(status) for cell in shown.values()), style=STYLES.get(status.state, ""))
+    for heading in shown:
+        left = heading in ("run", "arm", "state", "why")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "why",
+                         overflow="ellipsis" if heading == "run" else "fold")  # fmt: skip
+    for row, status in enumerate(found):
+        table.add_row(*(cells[heading][row] for heading in shown), style=STYLES.get(status.state, ""))
+    return table
+
+
+def live_table(found: list[RunStatus], console: Console) -> Table:
+    """As many rows as the screen has; runs that are over, then those that wait, give way to what goes on."""
+    room = console.height - 4
+    dispensable = [s for state in ("finished", "stopped", "waiting", "queued") for s in found if s.state == state]
+    hidden = dispensable[: max(0, len(found) - room)]
+    table = status_table([s for s in found if s not in hidden], console.width)
+    if hidden:
+        counts = Counter(status.state for status in hidden)
+        table.caption = "and " + ", ".join(f"{count} {state}" for state, count in counts.items())
+        table.caption_justify = "left"
     return table
 
 
 @contextmanager
+def quiet_keys() -> Iterator[None]:
+    """Keep the terminal from writing ^C into a live table."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+@contextmanager
 def watching(console: Console, watcher: LabWatcher) -> Iterator[Callable[[], None]]:
-    """For a queue: a live table on a terminal, nothing elsewhere (the queue's own lines say it)."""
+    """For a queue: a live table on a terminal, below the queue's own lines; elsewhere the lines alone."""
     if not sys.stdout.isatty():
         yield lambda: None
         return
     last = 0.0
-    with Live(status_table(watcher.look()), console=console, auto_refresh=False) as live:
+    with quiet_keys(), Live(live_table(watcher.look(), console), console=console, auto_refresh=False) as live:
 
         def look() -> None:
             nonlocal last
             if time.monotonic() - last > 0.5:
                 last = time.monotonic()
-                live.update(status_table(watcher.look()), refresh=True)
+                live.update(live_table(watcher.look(), console), refresh=True)
 
-        yield look
-        live.update(status_table(watcher.look()), refresh=True)
+        try:
+            yield look
+        finally:
+            live.update(live_table(watcher.look(), console), refresh=True)
 
 
 def show_log(run: Path, follow: bool) -> None:
@@ -126,7 +177,13 @@ def stop_runs(runs: list[Path], wait: float = 60.0) -> None:
         if not folder.alive():
             console.print(f"{run}: not running")
             continue
-        os.kill(_holder(folder), signal.SIGTERM)
+        pid, host = folder.holder()
+        if pid is None:
+            raise UserError(f"{folder.lock} does not say which process holds it")
+        if host != os.uname().nodename:
+            raise UserError(f"{folder.path} runs on {host}: stop it there, or with scancel")
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
         alive.append(folder)
     deadline = time.monotonic() + wait
     for folder in alive:
@@ -136,19 +193,20 @@ def stop_runs(runs: list[Path], wait: float = 60.0) -> None:
         console.print(f"{folder.path}: {left}")
 
 
-def _holder(folder: RunFolder) -> int:
-    """The process that holds the run's lock: it wrote its number there while holding it, so it cannot be stale."""
-    note = folder.lock.read_text()
-    pid, host = re.search(r"pid (\d+)", note), re.search(r" on ([^,]+)", note)
-    if pid is None:
-        raise UserError(f"{folder.lock} does not say which process holds it")
-    if host and host[1] != os.uname().nodename:
-        raise UserError(f"{folder.path} runs on {host[1]}: stop it there, or with scancel")
-    return int(pid[1])
-
-
-def running_below(root: Path) -> list[Path]:
-    return [path for path in find_runs(root) if RunFolder(path).alive()]
+def stop_everything(roots: list[Path]) -> None:
+    """Every queue and every run below `roots`; queues first, so that they start nothing new."""
+    for root in roots:
+        if not root.is_dir():
+            raise UserError(f"no such folder: {root}")
+    queues = [queue for root in roots for queue in running_queues(root)]
+    for pid in queues:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            make_console().print(f"queue {pid}: asked to stop")
+    runs = [path for root in roots for path in find_runs(root) if RunFolder(path).alive()]
+    stop_runs(runs)
+    if not queues and not runs:
+        print(f"nothing is running below {', '.join(map(str, roots))}")
 
 
 def compare_runs(runs: list[Path]) -> None:
@@ -158,7 +216,9 @@ def compare_runs(runs: list[Path]) -> None:
     for run in runs:
         RunFolder(run).config()
         curves[run.name] = {
-            r["step"]: math.exp(min(r["loss"], 700.0)) for r in metrics.read(RunFolder(run).metrics, "val")
+            r["step"]: math.exp(min(r["loss"], 700.0))
+            for r in metrics.read(RunFolder(run).metrics, "val")
+            if isinstance(r.get("loss"), float) and math.isfinite(r["loss"])
         }
         if not curves[run.name]:
             raise UserError(f"{run} has no validation yet: there is nothing to compare")
@@ -176,7 +236,7 @@ def compare_runs(runs: list[Path]) -> None:
         gaps = (f"{curves[name][step] / curves[names[0]][step] - 1:+.1%}" for name in names[1:])
         table.add_row(f"{step:,}", *(f"{curves[name][step]:.3f}" for name in names), *gaps)
     console.print(table)
-    console.print(chart(curves))
+    console.print(chart(curves, min(72, console.width - 14)))
 
 
 def chart(curves: dict[str, dict[int, float]], width: int = 72, height: int = 16) -> str:
@@ -200,7 +260,10 @@ def chart(curves: dict[str, dict[int, float]], width: int = 72, height: int = 16
 
 
 def _clock(moment: str | None) -> str:
-    return f"{datetime.fromisoformat(moment):%m-%d %H:%M}" if moment else ""
+    try:
+        return f"{datetime.fromisoformat(moment):%m-%d %H:%M}" if moment else ""
+    except (ValueError, TypeError):
+        return "?"
 
 
 def _span(seconds: float | None) -> str:

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-INIT_STD = 0.02
+from oelm.config import INIT_STD
 
 
 def draw_frame(kind: str, num_heads: int, d_model: int, layer: int, role: str, seed: int) -> Tensor:

@@ -2,25 +2,25 @@
 
     outputs/<ID>_<arm>/
       config.toml  training.log  metrics.jsonl  events.out.tfevents…  timing_stats.json  summary.json
-      environment.json  tokenizer.json (a trained BPE)  frozen.safetensors  run.lock
+      environment.json  tokenizer.json (a trained BPE)  test_documents.npy  sample.json  frozen.safetensors  run.lock
       step-00001000/ …   last -> step-…   best -> step-…
 
 No torch here: a folder is claimed, refused or read before torch is imported.
 """
 
-import fcntl
 import json
 import os
+import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from oelm.config import OPERATIONAL, RunConfig, load_toml, resolve
 from oelm.errors import UserError
-from oelm.files import disk_errors, lock_file, write_atomic
+from oelm.files import disk_errors, is_locked, lock_file, write_atomic, write_json
 from oelm.machine import now
 
 
@@ -33,10 +33,22 @@ class RunFolder:
         self.timing = path / "timing_stats.json"
         self.summary = path / "summary.json"
         self.environment = path / "environment.json"
+        self.documents = path / "test_documents.npy"
+        self.sample = path / "sample.json"
+        self.tokenizer = path / "tokenizer.json"
         self.frozen = path / "frozen.safetensors"
         self.lock = path / "run.lock"
         self.last = path / "last"
         self.best = path / "best"
+
+    def clear(self, made: bool) -> None:
+        """Remove what a run has written, and the folder itself if the run `made` it; nothing else."""
+        if made:
+            shutil.rmtree(self.path)
+            return
+        own = [path for path in vars(self).values() if path != self.path]
+        for path in [*own, *self.path.glob("events.out.tfevents*"), *self.path.glob(".*.tmp")]:
+            path.unlink(missing_ok=True)
 
     def step_folder(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
@@ -46,6 +58,15 @@ class RunFolder:
             raise UserError(f"{self.path} is not a run folder: it has no config.toml")
         return resolve({}, load_toml(self.config_file))
 
+    def differs_from(self, config: RunConfig, apart: Collection[str] = ("vocab_size",)) -> str:
+        """The first setting that decides what is computed and is another one here, in words; "" if there is none."""
+        before = self.config()
+        for key in type(config).model_fields:
+            old, new = getattr(before, key), getattr(config, key)
+            if old != new and key not in OPERATIONAL and key not in apart:
+                return f"{key} = {old}, not {new}"
+        return ""
+
     def read_summary(self) -> dict[str, Any] | None:
         return _read_json(self.summary)
 
@@ -54,19 +75,33 @@ class RunFolder:
         parts = (_read_json(self.environment) or {}).get("parts")
         return parts if isinstance(parts, list) else []
 
+    def read_data(self) -> dict[str, Any]:
+        """Hashes of the data and tokenizer of the run."""
+        return (_read_json(self.environment) or {}).get("data") or {}
+
+    def read_sample(self) -> tuple[list[int], list[int]] | None:
+        """Prompt and continuation, as token ids."""
+        found = _read_json(self.sample) or {}
+        prompt, said = found.get("prompt"), found.get("sample")
+        if not isinstance(prompt, list) or not isinstance(said, list):
+            return None
+        return (prompt, said) if said and all(isinstance(token, int) for token in prompt + said) else None
+
     def finished(self) -> bool:
         return (self.read_summary() or {}).get("state") == "finished"
 
     def alive(self) -> bool:
         """Whether a process holds the run's lock."""
+        return is_locked(self.lock)
+
+    def holder(self) -> tuple[int | None, str]:
+        """Process and machine that hold the run's lock: they wrote themselves there while holding it."""
         try:
-            with open(self.lock) as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False
-        except FileNotFoundError:
-            return False
+            note = self.lock.read_text(errors="replace")
         except OSError:
-            return True
+            return None, ""
+        found = re.match(r"pid (\d+) on ([^,]+)", note)
+        return (int(found[1]), found[2]) if found else (None, "")
 
     def last_step(self) -> int:
         """Step of the newest checkpoint, by name alone."""
@@ -83,6 +118,7 @@ def claim(config: RunConfig, resume: bool) -> Iterator[RunFolder]:
     with ExitStack() as stack:
         with disk_errors(f"creating {folder.path}", "choose another place with --out_dir"):
             _refuse_foreign(folder)
+            made = not folder.path.exists()
             folder.path.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_file(folder.lock, refusal, who))
             fresh = not folder.config_file.exists()
@@ -95,9 +131,14 @@ def claim(config: RunConfig, resume: bool) -> Iterator[RunFolder]:
             folder.summary.unlink(missing_ok=True)
         try:
             yield folder
+        except (SystemExit, KeyboardInterrupt):  # asked to leave before the training loop could say so itself
+            if not folder.summary.exists():
+                end = {"state": "stopped", "reason": "asked to leave", "step": folder.last_step(), "ended": now()}
+                write_json(folder.summary, end)
+            raise
         except UserError:
             if fresh and not folder.last_step():
-                shutil.rmtree(folder.path)  # refused before it began: as if it had never been tried
+                folder.clear(made)  # refused before it began: as if it had never been tried
             raise
 
 
@@ -117,20 +158,18 @@ def _refuse_to_overwrite(folder: RunFolder, config: RunConfig, resume: bool) -> 
     if not resume:
         raise UserError(unfinished(folder))
     before = folder.config()
-    for key in type(config).model_fields:
-        old, new = getattr(before, key), getattr(config, key)
-        if old != new and key == "processes":
-            launcher = f"torchrun --nproc_per_node={old} -m oelm" if old > 1 else "oelm"
-            raise UserError(
-                f"{folder.path} was started with {old} processes, not {new}: "
-                f"resume it with {launcher} train --resume {folder.path}"
-            )
-        if old != new and key not in OPERATIONAL:
-            raise UserError(
-                f"{folder.path} was started with {key} = {old}, not {new}: "
-                f"resume it with its own settings (oelm train --resume {folder.path}), "
-                "or choose another --out_dir"
-            )
+    if before.processes != config.processes:
+        launcher = f"torchrun --nproc_per_node={before.processes} -m oelm" if before.processes > 1 else "oelm"
+        raise UserError(
+            f"{folder.path} was started with {before.processes} processes, not {config.processes}: "
+            f"resume it with {launcher} train --resume {folder.path}"
+        )
+    changed = folder.differs_from(config, {"processes"})
+    if changed:
+        raise UserError(
+            f"{folder.path} was started with {changed}: "
+            f"resume it with its own settings (oelm train --resume {folder.path}), or choose another --out_dir"
+        )
 
 
 def unfinished(folder: RunFolder) -> str:

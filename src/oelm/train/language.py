@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from oelm.config import RunConfig
 from oelm.data.tokens import TokenData, WindowOrder, read_windows
-from oelm.model.gpt import build_gpt
+from oelm.model.gpt import GPT, build_gpt
+from oelm.model.sample import sample
 from oelm.train.distributed import World
-from oelm.train.task import Batch, Interrupted
+from oelm.train.task import Batch, Evaluation, Interrupted
 
 EVAL_TOKENS = 8_192
 """Tokens per evaluation batch."""
+PROMPT_TOKENS, SAMPLE_TOKENS = 16, 120
 
 
 class LanguageModelling:
@@ -35,7 +38,7 @@ class LanguageModelling:
         return model(*batch)
 
     @torch.inference_mode()
-    def evaluate(self, model: nn.Module, split: str, stop: Callable[[], bool]) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, stop: Callable[[], bool]) -> Evaluation:
         """Every token but the first is predicted once, from at most seq_len tokens before it."""
         tokens, seq_len, world = self.data.splits[split], self.config.seq_len, self.world
         rows = max(1, EVAL_TOKENS // seq_len)
@@ -45,6 +48,7 @@ class LanguageModelling:
         if predicted % seq_len:
             batches.append((whole, 0))
         total = 0.0
+        documents = _DocumentSums(tokens, self.data.end_of_text if split == "test" else None)
         for index in range(0, len(batches), world.size):
             if world.any(stop()):
                 raise Interrupted
@@ -54,9 +58,18 @@ class LanguageModelling:
                 length = seq_len if count else predicted - start
                 starts = start + seq_len * torch.arange(max(1, count)).numpy()
                 windows = torch.from_numpy(read_windows(tokens, starts, length)).to(world.device)
-                total += model(windows[:, :-1], windows[:, 1:], reduction="sum").item()
+                losses = model(windows[:, :-1], windows[:, 1:], reduction="none").double().cpu().numpy()
+                total += float(losses.sum())
+                documents.add(start + 1, losses)
         loss = world.sum(total)[0] / predicted
-        return {"loss": loss, **derived(loss, self.data.tokens_per_byte(split)), "tokens": predicted}
+        values = {"loss": loss, **derived(loss, self.data.tokens_per_byte(split)), "tokens": predicted}
+        return Evaluation(values, documents.rows(world))
+
+    def sample(self, model: nn.Module) -> dict[str, list[int]]:
+        """How the model goes on from the first words of the validation split; the same prompt for every arm."""
+        prompt = self.data.splits["val"][:PROMPT_TOKENS].tolist()
+        ids = sample(cast(GPT, model), prompt, SAMPLE_TOKENS, temperature=0.8, top_k=50, top_p=1.0, seed=0)
+        return {"prompt": prompt, "sample": list(ids)}
 
     def has_split(self, split: str) -> bool:
         return split in self.data.splits
@@ -66,6 +79,29 @@ class LanguageModelling:
 
     def identity(self) -> dict[str, Any]:
         return self.data.identity()
+
+
+class _DocumentSums:
+    """Adds losses of single tokens up to sums per document. A document ends with its end-of-text token."""
+
+    def __init__(self, tokens: np.ndarray, end_of_text: int | None) -> None:
+        self.ends = np.empty(0, dtype=np.int64)
+        if end_of_text is not None:
+            self.ends = np.flatnonzero(tokens == end_of_text)
+        self.sums = np.zeros((len(self.ends) + 1, 2))
+
+    def add(self, first: int, losses: np.ndarray) -> None:
+        """`losses` of the tokens at `first`, `first` + 1, …"""
+        index = np.searchsorted(self.ends, np.arange(first, first + len(losses)))
+        low, count = index[0], index[-1] - index[0] + 1
+        self.sums[low : low + count, 0] += np.bincount(index - low, losses, minlength=count)
+        self.sums[low : low + count, 1] += np.bincount(index - low, minlength=count)
+
+    def rows(self, world: World) -> np.ndarray | None:
+        if len(self.ends) < 2:
+            return None
+        rows = np.array(world.sum(*self.sums.ravel().tolist())).reshape(-1, 2)
+        return rows[rows[:, 1] > 0]
 
 
 def derived(loss: float, tokens_per_byte: float | None) -> dict[str, float]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from oelm.config import RunConfig
 from oelm.errors import RunFailed, Stopped, UserError
-from oelm.files import disk_errors
+from oelm.files import disk_errors, write_array
 from oelm.model import freeze
 from oelm.train import checkpoint
 from oelm.train.clock import peak_memory, roughly
@@ -198,13 +198,16 @@ class Trainer:
             begin = time.perf_counter()
             try:
                 with self.autocast():
-                    values = self.task.evaluate(self.model, split, self.stop)
+                    found = self.task.evaluate(self.model, split, self.stop)
             except Interrupted:
                 self._leave()
+            values = found.values
             if not math.isfinite(values["loss"]):
                 self._fail(f"{split} loss {values['loss']:g} at step {state.step}")
             if self.metrics:
                 self.metrics.write(split, state.step, **values, seconds=time.perf_counter() - begin)
+                if split == "test" and found.documents is not None:
+                    write_array(self.folder.documents, found.documents)
             if split == "val" and (state.best_loss is None or values["loss"] < state.best_loss):
                 state.best_loss, state.best_step = values["loss"], state.step
             shown = " | ".join(f"{key} {value:.4f}" for key, value in values.items() if key != "tokens")
@@ -225,10 +228,9 @@ class Trainer:
         if not (self.world.leads and self.metrics):
             return
         self.metrics.flush(sync=True)
-        advice = (
-            "free some space, then continue with oelm train --resume --out_dir "
-            f"{self.folder.path}; the last good checkpoint is step {self.folder.last_step():,}"
-        )
+        last = self.folder.last_step()
+        go_on = f"continue with oelm train --resume {self.folder.path}; the last good checkpoint is step {last:,}"
+        advice = f"free some space, then {go_on if last else 'start again'}"
         with disk_errors(f"saving step {state.step:,}", advice):
             weights = {name: p for name, p in self.model.named_parameters() if name not in self.frozen}
             moments = optimizer_tensors(self.model, self.optimizer)
@@ -306,7 +308,8 @@ class Trainer:
     def _fail(self, reason: str) -> NoReturn:
         raise RunFailed(
             f"{reason}: stopped before the update; the last good checkpoint is step {self.folder.last_step():,} "
-            "(a lower --max_lr or a longer --warmup_steps often helps)"
+            "(a lower --max_lr or a longer --warmup_steps often helps)",
+            retry="never",
         )
 
 

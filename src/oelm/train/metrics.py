@@ -49,7 +49,7 @@ def cut_to(path: Path, step: int, evaluated: bool) -> None:
     keep = 0
     with open(path, "rb+") as file:
         for line in file:
-            record = _parse(line)
+            record = parse(line)
             if record is None or record["step"] > step:
                 break
             if record["step"] == step and record["kind"] != "train" and not evaluated:
@@ -73,14 +73,15 @@ def read(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
     try:
         with open(path, "rb") as file:
             for line in file:
-                record = _parse(line)
+                record = parse(line)
                 if record is not None and kind in (None, record["kind"]):
                     yield record
     except FileNotFoundError:
         return
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse(line: bytes) -> dict[str, Any] | None:
+    """A whole record with its kind and step, or None."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from oelm.data.tokenizer import TOKENIZER_FILE
 from oelm.data.tokens import TokenData, check_data, open_data
 from oelm.errors import RunFailed, Stopped, UserError
 from oelm.files import disk_errors, write_json
-from oelm.machine import describe, now, place_in_world
+from oelm.machine import describe, leave_with_parent, now, place_in_world
 from oelm.train.folder import RunFolder, claim
 
 
@@ -24,6 +25,8 @@ def train(config: RunConfig, resume: bool = False, vocab_is_set: bool = False) -
     Whatever can be refused is refused before the folder is touched and before torch is imported.
     """
     rank, size = place_in_world()
+    if size > 1:
+        leave_with_parent(signal.SIGKILL)  # no process goes on, or keeps its GPU, behind a torchrun that was killed
     config = config.replace(processes=size)
     data = open_data(config.dataset, config.data_path)
     if data.vocab_size and not vocab_is_set:
@@ -70,6 +73,8 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
             raise
         else:
             if world.leads:
+                trainer.parallel.eval()
+                write_json(folder.sample, task.sample(trainer.model))
                 summary = finish(folder, config, state.__dict__, task.epochs(config.max_steps))
                 reporter.say(_closing(summary))
         finally:
@@ -195,7 +200,7 @@ def _write_end(folder: RunFolder, error: Stopped | RunFailed | UserError) -> Non
 
 def _copy_tokenizer(data: TokenData, folder: RunFolder) -> None:
     """A trained vocabulary goes with the run, so that it can speak without its data."""
-    source, target = data.folder / TOKENIZER_FILE, folder.path / TOKENIZER_FILE
+    source, target = data.folder / TOKENIZER_FILE, folder.tokenizer
     if source.exists() and not target.exists():
         shutil.copyfile(source, target)
 

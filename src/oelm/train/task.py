@@ -2,13 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from oelm.train.distributed import World
 
 Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model reached on a whole split."""
+
+    values: dict[str, float]
+    """Metrics, `loss` among them."""
+    documents: np.ndarray | None = None
+    """Rows (summed loss, tokens), one per document, where the data say where documents end."""
 
 
 class Interrupted(Exception):
@@ -28,11 +40,15 @@ class Task(Protocol):
         """Mean loss of a micro-batch."""
         ...
 
-    def evaluate(self, model: nn.Module, split: str, stop: Callable[[], bool]) -> dict[str, float]:
-        """Metrics on a whole split, `loss` among them, the same on every process; may raise Interrupted."""
+    def evaluate(self, model: nn.Module, split: str, stop: Callable[[], bool]) -> Evaluation:
+        """The same on every process; may raise Interrupted."""
         ...
 
     def has_split(self, split: str) -> bool: ...
+
+    def sample(self, model: nn.Module) -> dict[str, list[int]]:
+        """A prompt and what the model makes of it, as token ids; nothing for tasks that do not speak."""
+        ...
 
     def epochs(self, steps: int) -> float:
         """How often the training data were seen after `steps` updates."""

@@ -1,0 +1,79 @@
+"""`oelm report`: a study and its verdict as a document, written as HTML, Markdown and PDF."""
+
+import tomllib
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+
+from oelm.errors import UserError
+from oelm.files import write_atomic
+from oelm.lab.status import RunStatus
+from oelm.lab.study import load_study
+from oelm.lab.verdict import reach_verdict
+from oelm.report import html, markdown, typst
+from oelm.report.blocks import Document
+from oelm.report.content import compose
+from oelm.report.words import Words
+
+FORMATS = ("html", "md", "pdf")
+
+
+def write_report(
+    root: Path, language: str, formats: list[str], out: Path | None = None, published: bool = False
+) -> list[Path]:
+    """Write the report of the runs below `root` in the given formats; returns the files."""
+    for name in formats:
+        if name not in FORMATS:
+            raise UserError(f"--format {name}: take some of {', '.join(FORMATS)}, joined by commas")
+    document = compose(reach_verdict(load_study(root)), Words(language), published_figures() if published else None)
+    place = out or root
+    place.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name in [n for n in FORMATS if n in formats]:
+        path = place / f"report-{language}.{name}"
+        write_atomic(path, _render(document, name, path))
+        written.append(path)
+    return written
+
+
+def _render(document: Document, name: str, path: Path) -> str | bytes:
+    if name == "html":
+        return html.render(document)
+    if name == "pdf":
+        return typst.render_pdf(document)
+    pictures = path.with_name(f"{path.stem}-figures")
+    pictures.mkdir(exist_ok=True)
+    names = []
+    for i, figure in enumerate(document.figures()):
+        write_atomic(pictures / f"{i:03d}.svg", figure.svg)
+        names.append(f"{pictures.name}/{i:03d}.svg")
+    return markdown.render(document, names)
+
+
+def published_figures() -> dict[str, dict[str, object]]:
+    """The published results by run id."""
+    return tomllib.loads((files("oelm.report") / "published.toml").read_text(encoding="utf-8"))
+
+
+def append_status(root: Path, language: str) -> Path:
+    """Add a dated entry on where every run is to the folder's log; returns the log."""
+    study, w = load_study(root), Words(language)
+    log = root / "status-log.md"
+    before = log.read_text(encoding="utf-8") if log.exists() else ""
+    lines = [f"- {markdown.plain(_status_line(status, w))}" for status in study.statuses]
+    entry = f"## {w('log_entry', date=f'{datetime.now():%Y-%m-%d %H:%M}')}\n\n" + "\n".join(lines) + "\n"
+    write_atomic(log, before + ("\n" if before else "") + entry)
+    return log
+
+
+def _status_line(s: RunStatus, w: Words) -> str:
+    times = w("log_started", when=_when(s.started)) if s.started else ""
+    times += w("log_finished", when=_when(s.finished)) if s.finished else ""
+    ppl = w("log_ppl", ppl=s.val_ppl) if s.val_ppl is not None else ""
+    gap = w("log_gap", gap=100 * s.gap) if s.gap is not None else ""
+    return w("log_line", run=s.id, arm=s.arm or "–", state=s.state, step=s.step, steps=s.max_steps,
+             times=times, ppl=ppl, gap=gap)  # fmt: skip
+
+
+def _when(moment: str) -> str:
+    return f"{datetime.fromisoformat(moment):%m-%d %H:%M}"

@@ -1,0 +1,320 @@
+"""What the report says, as blocks: verdict first, then how it was reached, then every run."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from oelm import __version__
+from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap
+from oelm.lab.study import Arm, Run
+from oelm.lab.verdict import STEPS, SettingVerdict, Verdict
+from oelm.report import figures
+from oelm.report.blocks import Block, Code, Document, Figure, Heading, Items, Notice, Table, Text
+from oelm.report.pages import run_pages, when
+from oelm.report.words import Words
+
+REFERENCES = [
+    "S. Holm (1979). A simple sequentially rejective multiple test procedure. Scand. J. Statistics 6, 65–70.",
+    "A. Saxe, J. McClelland, S. Ganguli (2014). Exact solutions to the nonlinear dynamics of learning in deep linear "
+    "neural networks. ICLR.",
+    "A. Vaswani et al. (2017). Attention is all you need. NeurIPS.",
+    "A. Radford et al. (2019). Language models are unsupervised multitask learners.",
+    "I. Loshchilov, F. Hutter (2019). Decoupled weight decay regularization. ICLR.",
+    "R. Eldan, Y. Li (2023). TinyStories: how small can language models be and still speak coherent English? "
+    "arXiv:2305.07759.",
+]
+SHARES = (0.1, 0.3, 0.6, 1.0)
+
+
+def compose(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, Any]] | None = None) -> Document:
+    study = verdict.study
+    date = f"{datetime.now():%Y-%m-%d %H:%M}"
+    blocks: list[Block] = [*_verdict(verdict, w)]
+    if study.unfinished:
+        blocks += _status(verdict, w)
+    for section in (_setting, _results, _convergence, _ablation, _rates, _efficiency):
+        for i, s in enumerate(verdict.settings):
+            found = list(section(s, verdict, w))
+            if found and i == 0:
+                blocks.append(Heading(w(TITLES[section])))
+            if found and len(verdict.settings) > 1:
+                blocks.append(Heading(s.setting.name, 3))
+            blocks += found
+        if section is _convergence and len(verdict.settings) > 1:
+            blocks += _trend(verdict, w)
+    blocks.append(Heading(w("threats")))
+    threats = [threat.text(w.language) for threat in verdict.threats]
+    blocks.append(Items(threats) if threats else Text(w("no_threats")))
+    if published:
+        blocks += _published(verdict, w, published)
+    blocks += _reproduce(verdict, w)
+    blocks += [Heading(w("references")), Items(REFERENCES), Heading(w("runs_title"))]
+    blocks += run_pages(study.runs, w, _split)
+    name = study.plans[0].name if len(study.plans) == 1 else study.root.resolve().name
+    subtitle = w("subtitle", version=__version__, date=date, runs=len(study.runs))
+    overall = verdict.overall if verdict.settings else ""
+    return Document(w("title", name=name), subtitle, w.language, overall, w("contents"), blocks)
+
+
+def _verdict(verdict: Verdict, w: Words) -> Iterator[Block]:
+    study, bar = verdict.study, f"{100 * (verdict.study.criterion - 1):g} %"
+    yield Heading(w("verdict"))
+    if study.unfinished:
+        ended = sum(s.state in ("finished", "failed") for s in study.statuses)
+        total = max(len(study.statuses), sum(plan.total for plan in study.plans))
+        yield Notice(w("interim", ended=ended, total=total))
+    if not verdict.settings:
+        yield Text(w("nothing", baseline=study.baseline), strong=True)
+        return
+    words = {PASS: "pass", FAIL: "fail", INCONCLUSIVE: "inconclusive"}
+    yield Text(w(words[verdict.overall], arms=_listed(verdict.passing, w), bar=bar), strong=True)
+    several = len(verdict.settings) > 1
+    split = _split(next(iter(verdict.settings[0].setting.judged[study.baseline].runs.values())), w)
+    rows = [
+        (f"{name} · {s.setting.name}" if several else name, judgement.fair)
+        for s in verdict.settings
+        for name, judgement in s.judgements.items()
+    ]
+    picture = figures.gaps(rows, study.criterion, w("gap_axis"), w("limit", bar=bar))
+    yield Figure(picture, w("gap_figure", split=split))
+    yield Text(w("how", split=split))
+
+
+def _listed(names: list[str], w: Words) -> str:
+    return ("、" if w.language == "zh" else ", ").join(names)
+
+
+def _split(run: Run, w: Words) -> str:
+    return w("val" if run.summary.get("test_loss") is None else "test")
+
+
+def _status(verdict: Verdict, w: Words) -> Iterator[Block]:
+    yield Heading(w("status"))
+    rows = [
+        [
+            s.id, s.arm, f"{s.state}{f' ({s.reason})' if s.reason else ''}", f"{s.step:,} / {s.max_steps:,}",
+            when(s.started), when(s.finished), _ppl(s.val_ppl),
+            f"{100 * s.gap:+.1f} %" if s.gap is not None else "",
+        ]
+        for s in verdict.study.statuses
+    ]  # fmt: skip
+    yield Table([w(k) for k in ("run", "arm", "state", "step", "started", "finished", "val_ppl", "gap_now")], rows)
+
+
+def _setting(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
+    some = next(iter(s.setting.judged[verdict.study.baseline].runs.values()))
+    config, tokens = some.config, some.data.get("tokens", {})
+    yield Text(w("model_text", layers=config.num_layers, d_model=config.d_model, heads=config.num_heads,
+                 d_ff=config.d_ff, seq_len=config.seq_len, vocab=config.vocab_size, dropout=config.dropout,
+                 parameters=some.summary["total_parameters"]))  # fmt: skip
+    yield Text(w("data_text", dataset=config.dataset, tokenizer=some.data.get("tokenizer", "?"),
+                 **{split: tokens.get(split, 0) for split in ("train", "val", "test")},
+                 tokens=some.summary["tokens_seen"], steps=config.max_steps, per_step=config.tokens_per_step,
+                 epochs=some.summary["epochs"]))  # fmt: skip
+    yield Text(w("optim_text", beta1=config.beta1, beta2=config.beta2, decay=config.weight_decay,
+                 clip=config.grad_clip, schedule=config.schedule, warmup=config.warmup_steps))  # fmt: skip
+    rows = []
+    for name, arm in s.setting.judged.items():
+        arm_config = arm.any_run.config
+        rows.append(
+            [name, arm_config.frames, f"{arm_config.qk_scale:.3g}", w("no" if arm.any_run.trained else "yes"),
+             ", ".join(f"{rate:g}" for rate in arm.rates), ", ".join(map(str, arm.runs))]
+        )  # fmt: skip
+    yield Table([w(k) for k in ("arm", "qk_start", "qk_std", "frozen", "grid", "seeds")], rows)
+    yield Text(w("controlled"))
+
+
+def _results(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
+    split = _split(next(iter(s.setting.judged[verdict.study.baseline].runs.values())), w)
+    rows = []
+    for name, arm in s.setting.judged.items():
+        runs = list(arm.runs.values())
+        bits = [run.summary["test_bpb"] for run in runs if run.summary.get("test_bpb") is not None]
+        rate = f"{arm.rate:g}" + (f" ({w('edge')})" if arm.at_edge else "")
+        seeds = " ".join(_ppl(math.exp(run.loss)) for run in runs)
+        rows.append([name, rate, _ppl(arm.perplexity), seeds, f"{statistics.fmean(bits):.3f}" if bits else "–"])
+    yield Table([w("arm"), w("rate"), w("test_ppl", split=split), w("per_seed"), w("bpb")], rows)
+    rows = []
+    for name, judgement in s.judgements.items():
+        noise = judgement.evaluation
+        rows.append([
+            name, show_gap(judgement.plain, w), show_gap(judgement.fair, w), judgement.against,
+            judgement.fair.verdict, str(judgement.fair.seeds_needed or "–"),
+            f"[{100 * math.expm1(noise[0]):+.1f}, {100 * math.expm1(noise[1]):+.1f}]" if noise else "–",
+        ])  # fmt: skip
+    yield Table([w(key) for key in ("arm", "plain", "fair", "against", "judged", "needed", "noise")], rows)
+    yield Text(w("results_note"))
+
+
+def show_gap(gap: Gap, w: Words) -> str:
+    low, high = (100 * (bound - 1) for bound in gap.bounds)
+    return f"{100 * (gap.ratio - 1):+.1f} " + (f"[{low:+.1f}, {high:+.1f}]" if gap.n > 1 else f"({w('one_seed')})")
+
+
+def _convergence(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
+    shades = figures.colours(s.setting)
+    axes: dict[str, Callable[[Run, int], float]] = {
+        "steps": lambda run, step: step,
+        "tokens": lambda run, step: step * run.config.tokens_per_step / 1e6,
+        "time": lambda run, step: float(run.step_seconds[:step].sum()) / 60,
+    }
+    for name, position in axes.items():
+        found = {arm.name: _band(arm, position) for arm in s.setting.judged.values()}
+        picture = figures.curves(found, shades, w(f"axis_{name}"), w("axis_ppl"))
+        yield Figure(picture, w(f"curve_{name}"))
+    baseline = s.setting.judged[verdict.study.baseline]
+    rows = []
+    for arm in s.setting.judged.values():
+        cells = [arm.name]
+        for share in SHARES:
+            mine, other = _ppl_at(arm, share), _ppl_at(baseline, share)
+            gap = f" ({100 * (mine / other - 1):+.1f} %)" if mine and other and arm is not baseline else ""
+            cells.append(f"{_ppl(mine)}{gap}" if mine else "–")
+        rows.append(cells)
+    headings = [w("arm"), *(w("share", share=round(100 * share)) for share in SHARES)]
+    yield Table(headings, rows, w("progress_table", baseline=baseline.name))
+
+
+def _band(arm: Arm, position: Callable[[Run, int], float]) -> figures.Curve:
+    runs = list(arm.runs.values())
+    steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
+    x = np.array([statistics.fmean(position(run, step) for run in runs) for step in steps])
+    losses = np.array([[min(run.curve[step], 700.0) for step in steps] for run in runs])
+    return x, np.exp(losses.mean(0)), np.exp(losses.min(0)), np.exp(losses.max(0))
+
+
+def _ppl_at(arm: Arm, share: float) -> float | None:
+    """Geometric mean over seeds at the validated step nearest to a share of the run; none within a twentieth: None."""
+    losses = []
+    for run in arm.runs.values():
+        goal = share * run.config.max_steps
+        step = min(run.curve, key=lambda step: abs(step - goal))
+        if abs(step - goal) > 0.05 * run.config.max_steps:
+            return None
+        losses.append(run.curve[step])
+    return math.exp(statistics.fmean(losses))
+
+
+def _trend(verdict: Verdict, w: Words) -> Iterator[Block]:
+    yield Heading(w("trend"))
+    names = list(dict.fromkeys(name for s in verdict.settings for name in s.judgements))
+    found = {n: [s.judgements[n].plain if n in s.judgements else None for s in verdict.settings] for n in names}
+    settings = [s.setting.name for s in verdict.settings]
+    yield Figure(figures.trend(settings, found, verdict.study.criterion, w("trend_axis")), w("trend_figure"))
+    rows = []
+    for i, s in enumerate(verdict.settings):
+        some = next(iter(s.setting.judged[verdict.study.baseline].runs.values())).summary
+        gaps = [found[name][i] for name in names]
+        cells = [show_gap(gap, w) if gap else "–" for gap in gaps]
+        rows.append([s.setting.name, f"{some['tokens_seen']:,}", f"{some['epochs']:.2f}", *cells])
+    yield Table([w("setting"), w("tokens_seen"), w("epochs"), *names], rows)
+
+
+def _ablation(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
+    if not s.steps:
+        return
+    arms = s.setting.judged
+    path = [arm for arm in ("baseline", "oelm_random", "oelm_matched", "oelm_v2") if arm in arms]
+    if path[:1] == ["baseline"] and len(path) > 1:
+        seeds = set.intersection(*(set(arms[name].losses) for name in path))
+        mean = {name: statistics.fmean(arms[name].losses[seed] for seed in seeds) for name in path}
+        heights = [100 * math.expm1(mean[name] - mean["baseline"]) for name in path]
+        labels = [f"{a} → {b}" for a, b in itertools.pairwise(path)]
+        steps = [(label, *ends) for label, ends in zip(labels, itertools.pairwise(heights), strict=True)]
+        yield Figure(figures.waterfall(steps, w("ablation_axis")), w("ablation_figure"))
+    rows = [[w(f"step_{name}"), " → ".join(STEPS[name]), show_gap(gap, w)] for name, gap in s.steps.items()]
+    yield Table([w("what_changes"), w("from_to"), w("change")], rows)
+
+
+def _rates(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
+    arms = [arm for arm in s.setting.judged.values() if len(arm.by_rate) > 1]
+    if not arms:
+        return
+    found = {arm.name: {rate: math.exp(loss) for rate, loss in arm.rate_losses.items()} for arm in arms}
+    chosen = {arm.name: arm.rate for arm in arms}
+    shades = figures.colours(s.setting)
+    yield Figure(figures.rates(found, chosen, shades, w("axis_rate"), w("axis_ppl")), w("rates_figure"))
+    grid = sorted({rate for by_rate in found.values() for rate in by_rate})
+    rows = [[name, *(_ppl(by_rate.get(rate)) for rate in grid)] for name, by_rate in found.items()]
+    yield Table([w("arm"), *(f"{rate:g}" for rate in grid)], rows)
+
+
+def _efficiency(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
+    from oelm.model import cost
+
+    rows = []
+    for name, arm in s.setting.judged.items():
+        runs = [run.summary for run in arm.runs.values()]
+        judgement = s.judgements.get(name)
+        bound = 1 / cost.freezing_bounds(arm.any_run.config)["no_qk_weight_gradient"] if not arm.any_run.trained else 1
+        ratio = "1"
+        if judgement:
+            low, high = judgement.speed.bounds
+            ratio = f"{judgement.speed.ratio:.2f}" + (f" [{low:.2f}, {high:.2f}]" if judgement.speed.n > 1 else "")
+        rows.append([
+            name, f"{runs[0]['trainable_parameters']:,}",
+            f"{runs[0]['frozen_parameters'] / runs[0]['total_parameters']:.1%}",
+            f"{1000 * statistics.median(run['median_step_seconds'] for run in runs):.1f}", ratio, f"{bound:.3f}",
+            f"{statistics.median(run['peak_memory_bytes'] for run in runs) / 2**20:,.0f}",
+            f"{runs[0]['checkpoint_bytes'] / 2**20:,.1f}",
+        ])  # fmt: skip
+    headings = ("arm", "trainable", "frozen", "step_time", "ratio", "bound", "memory", "checkpoint")
+    yield Table([w(key) for key in headings], rows)
+    yield Text(w("efficiency_note"))
+
+
+def _published(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, Any]]) -> Iterator[Block]:
+    """The published figures beside the runs whose id, or folder, begins with theirs."""
+    yield Heading(w("published"))
+    rows = []
+    for key, figure in published.items():
+        run = next((run for run in verdict.study.runs if run.id.startswith(key)), None)
+        other = published.get(str(figure.get("against")))
+        gap = f"{100 * (figure['ppl'] / other['ppl'] - 1):+.1f} %" if other else "–"
+        mine = w("not_run") if run is None else _ppl(run.summary.get("final_perplexity")) or run.status.state
+        rows.append(
+            [key, figure["dataset"], figure["arm"], f"{figure['max_lr']:g}", f"{figure['steps']:,}",
+             f"{figure['ppl']:.4f}", gap, INCONCLUSIVE if other else "–", mine]
+        )  # fmt: skip
+    keys = ("run", "setting", "arm", "rate", "axis_steps", "published_ppl", "published_gap", "judged", "ours")
+    yield Table([w(key) for key in keys], rows)
+    yield Text(w("published_note"))
+
+
+def _reproduce(verdict: Verdict, w: Words) -> Iterator[Block]:
+    study = verdict.study
+    yield Heading(w("reproduce"))
+    parts = [run.environment[-1] for run in study.runs if run.environment]
+    if parts:
+        part = parts[-1]
+        yield Text(w("reproduce_text", version=part.get("oelm"), commit=str(part.get("git"))[:12],
+                     device=_devices(parts), torch=part.get("torch"), python=part.get("python")))  # fmt: skip
+    for plan in study.plans:
+        yield Code(f"oelm run {plan.name}.toml\n\n# {plan.name}.toml\n{plan.text()}".rstrip())
+    if not study.plans:
+        yield Code("\n".join(f"oelm train {run.id}/config.toml --out_dir again/{run.id}" for run in study.runs))
+    for setting in study.settings:
+        data: Mapping[str, Any] = setting.values["data"]
+        source, tokenizer = str(data.get("source_hash", ""))[:16], str(data.get("tokenizer_hash", ""))[:16]
+        yield Text(f"{setting.name}: " + w("hashes", source=source or "?", tokenizer=tokenizer or "?"))
+
+
+def _devices(parts: list[dict[str, Any]]) -> str:
+    return "; ".join(sorted({f"{p.get('device_name')} ({p.get('threads')} threads)" for p in parts}))
+
+
+def _ppl(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "∞" if value == math.inf else f"{value:.3f}" if value < 100 else f"{value:,.1f}"
+
+
+TITLES: dict[Any, str] = {
+    _setting: "setting", _results: "results", _convergence: "convergence", _ablation: "ablation",
+    _rates: "rates_title", _efficiency: "efficiency",
+}  # fmt: skip

@@ -1,0 +1,205 @@
+"""The report's pictures: matplotlib to SVG, text kept as text so that the reader's own fonts show it."""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import escape
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from oelm.lab.stats import Gap
+from oelm.lab.study import Setting
+
+INK = "#333333"
+COLOURS = ("#333333", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
+"""Told apart by colour-blind readers too (Okabe and Ito); the baseline is the ink's colour."""
+VERDICTS = {"PASS": "#18794e", "FAIL": "#b42318", "INCONCLUSIVE": "#8a5a00"}
+STYLE: Any = {
+    "svg.fonttype": "none", "text.parse_math": False,
+    "svg.hashsalt": "oelm", "font.family": "sans-serif", "font.size": 10,
+    "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#999999",
+    "grid.alpha": 0.3, "legend.frameon": False, "figure.facecolor": "none", "axes.facecolor": "none",
+}  # fmt: skip
+Curve = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""x, middle, low, high."""
+
+
+@contextmanager
+def _drawing(width: float, height: float, columns: int = 1) -> Iterator[tuple[Figure, Any]]:
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        yield figure, figure.subplots(1, columns)
+
+
+def _svg(figure: Figure) -> str:
+    out = io.StringIO()
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the reader's font has them
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return re.sub(r"^.*?(?=<svg)", "", out.getvalue(), count=1, flags=re.DOTALL)
+
+
+def colours(setting: Setting) -> dict[str, str]:
+    """The same arm has the same colour in every picture of a setting."""
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(setting.arms)}
+
+
+def gaps(rows: Sequence[tuple[str, Gap]], criterion: float, label: str, limit: str) -> str:
+    """Gap per arm with its bounds, and the line that decides."""
+    with _drawing(7.2, 0.9 + 0.42 * len(rows)) as (figure, ax):
+        for y, (_, gap) in enumerate(rows):
+            colour = VERDICTS[gap.verdict]
+            low, high = (100 * (bound - 1) for bound in gap.bounds)
+            centre = 100 * (gap.ratio - 1)
+            if gap.n > 1:
+                ax.plot([low, high], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
+            ax.plot([centre], [y], "o", color=colour, markersize=7)
+        bar = 100 * (criterion - 1)
+        ax.axvline(0, color=INK, linewidth=1)
+        ax.axvline(bar, color=VERDICTS["FAIL"], linewidth=1.2, linestyle="--")
+        ax.annotate(limit, (bar, 1.0), xycoords=("data", "axes fraction"), xytext=(4, 2), textcoords="offset points",
+                    fontsize=8.5, color=VERDICTS["FAIL"])  # fmt: skip
+        _horizontal(ax, [name for name, _ in rows], label)
+        return _svg(figure)
+
+
+def short(name: str, most: int = 40) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _horizontal(ax: Axes, names: Sequence[str], label: str) -> None:
+    ax.set_yticks(range(len(names)), [short(name) for name in names])
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel(label)
+
+
+def curves(found: Mapping[str, Curve], shades: Mapping[str, str], x_label: str, y_label: str) -> str:
+    """Perplexity over training, on a logarithmic axis, with bands over seeds."""
+    with _drawing(7.2, 3.6) as (figure, ax):
+        for name, (x, middle, low, high) in found.items():
+            ax.plot(x, middle, color=shades[name], label=name, linewidth=1.6)
+            ax.fill_between(x, low, high, color=shades[name], alpha=0.18, linewidth=0)
+        _logarithmic(ax, np.concatenate([middle for _, middle, _, _ in found.values()]))
+        _labels(ax, x_label, y_label)
+        ax.legend(fontsize=9)
+        return _svg(figure)
+
+
+def _logarithmic(ax: Axes, values: np.ndarray) -> None:
+    ax.set_yscale("log")
+    low, high = float(values.min()), float(values.max())
+    wide = [m * 10.0**e for e in range(-2, 8) for m in (1, 2, 5)]
+    ticks = [t for t in (wide if high > 8 * low else MaxNLocator(6).tick_values(low, high)) if low <= t <= high]
+    ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.minorticks_off()
+
+
+def _labels(ax: Axes, x_label: str, y_label: str) -> None:
+    ax.set_xlabel(x_label)
+    ax.set_ylabel(y_label, rotation_mode="anchor", horizontalalignment="center")
+
+
+def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float | None], shades: Mapping[str, str],
+          x_label: str, y_label: str) -> str:  # fmt: skip
+    """Final validation perplexity over the learning rate; the chosen one is filled, one that diverged a cross."""
+    with _drawing(7.2, 3.6) as (figure, ax):
+        top = max(v for by_rate in found.values() for v in by_rate.values() if v < math.inf)
+        for name, by_rate in found.items():
+            x = sorted(by_rate)
+            kept = [rate for rate in x if by_rate[rate] < math.inf]
+            ax.plot(kept, [by_rate[r] for r in kept], "o-", color=shades[name], markerfacecolor="none", label=name)
+            lost = [rate for rate in x if by_rate[rate] == math.inf]
+            ax.plot(lost, [top] * len(lost), "x", color=shades[name])
+            rate = chosen.get(name)
+            if rate is not None:
+                ax.plot([rate], [by_rate[rate]], "o", color=shades[name])
+        ax.set_xscale("log")
+        ticks = sorted({rate for by_rate in found.values() for rate in by_rate})
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.minorticks_off()
+        _labels(ax, x_label, y_label)
+        ax.legend(fontsize=9)
+        return _svg(figure)
+
+
+def waterfall(steps: Sequence[tuple[str, float, float]], label: str) -> str:
+    """Bars from where one arm stands to where the next does; `steps` are (label, from, to) in per cent."""
+    with _drawing(7.2, 0.9 + 0.45 * len(steps)) as (figure, ax):
+        for y, (_, start, end) in enumerate(steps):
+            colour = VERDICTS["FAIL"] if end > start else VERDICTS["PASS"]
+            ax.barh(y, end - start, left=start, color=colour, alpha=0.55, height=0.6)
+            ax.annotate(f"{end - start:+.1f}", ((start + end) / 2, y), ha="center", va="center", fontsize=9)
+            if y + 1 < len(steps):
+                ax.plot([end, end], [y + 0.3, y + 0.7], color=INK, linewidth=0.8)
+        ax.axvline(0, color=INK, linewidth=1)
+        _horizontal(ax, [name for name, _, _ in steps], label)
+        return _svg(figure)
+
+
+def trend(settings: Sequence[str], found: Mapping[str, Sequence[Gap | None]], criterion: float, y_label: str) -> str:
+    """Gap per arm from setting to setting."""
+    with _drawing(7.2, 3.4) as (figure, ax):
+        for i, (name, row) in enumerate(found.items()):
+            shift = 0.08 * (i - (len(found) - 1) / 2)
+            colour = COLOURS[(i + 1) % len(COLOURS)]
+            points = [(x + shift, gap) for x, gap in enumerate(row) if gap is not None]
+            for x, gap in points:
+                if gap.n > 1:
+                    ax.plot([x, x], [100 * (b - 1) for b in gap.bounds], color=colour, linewidth=1.6)
+            ax.plot([x for x, _ in points], [100 * (g.ratio - 1) for _, g in points], "o--", color=colour, label=name)
+        ax.axhline(100 * (criterion - 1), color=VERDICTS["FAIL"], linewidth=1.2, linestyle="--")
+        ax.axhline(0, color=INK, linewidth=1)
+        ax.set_xticks(range(len(settings)), [short(name, 80 // len(settings)) for name in settings])
+        _labels(ax, "", y_label)
+        ax.legend(fontsize=9)
+        return _svg(figure)
+
+
+def run_curve(train: Sequence[tuple[int, float]], val: Sequence[tuple[int, float]], label: str) -> str:
+    """A small picture of one run's losses, drawn by hand: two hundred of them must cost nothing."""
+    width, height, left, bottom = 420, 150, 44, 22
+    points = [*thin(train), *val]
+    right, low, high = max(x for x, _ in points), min(y for _, y in points), max(y for _, y in points)
+    high = high if high > low else low + 1
+
+    def place(curve: Sequence[tuple[int, float]]) -> str:
+        return " ".join(
+            f"{left + (width - left - 4) * x / right:.1f},{6 + (height - bottom - 6) * (high - y) / (high - low):.1f}"
+            for x, y in curve
+        )
+
+    texts = "".join(
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" style="font: 10px sans-serif; fill: {INK}">{escape(text)}</text>'
+        for x, y, anchor, text in (
+            (left - 5, 14, "end", f"{high:.2f}"), (left - 5, height - bottom, "end", f"{low:.2f}"),
+            (left, height - 7, "middle", "0"), (width - 4, height - 7, "end", f"{right:,}"),
+            ((left + width) // 2, height - 7, "middle", label),
+        )
+    )  # fmt: skip
+    axis = f'<path d="M{left} 6V{height - bottom}H{width - 4}" style="fill: none; stroke: {INK}"/>'
+    lines = (
+        f'<polyline points="{place(thin(train))}" style="fill: none; stroke: #56B4E9"/>'
+        f'<polyline points="{place(val)}" style="fill: none; stroke: #D55E00; stroke-width: 2"/>'
+    )
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{axis}{lines}{texts}</svg>'
+
+
+def thin(curve: Sequence[tuple[int, float]], most: int = 150) -> list[tuple[int, float]]:
+    """At most `most` points, each the mean of its neighbours."""
+    size = max(1, math.ceil(len(curve) / most))
+    groups = [curve[i : i + size] for i in range(0, len(curve), size)]
+    return [(group[len(group) // 2][0], sum(y for _, y in group) / len(group)) for group in groups]

@@ -1,0 +1,90 @@
+"""One page per run: what it was, how it went, what it says."""
+
+import math
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+from oelm.config import RunConfig
+from oelm.data.tokenizer import load_tokenizer
+from oelm.errors import UserError
+from oelm.lab.study import Run
+from oelm.report import figures
+from oelm.report.blocks import Block, Code, Figure, Heading, Notice, PageBreak, Text
+from oelm.report.words import Words
+from oelm.train.clock import spoken
+
+LEFT_OUT = {"out_dir", "data_path"}
+"""Settings that say where, not what."""
+
+
+def run_pages(runs: list[Run], w: Words, split: Callable[[Run, Words], str]) -> Iterator[Block]:
+    for run in runs:
+        yield PageBreak()
+        yield Heading(run.id, 3)
+        if not run.finished:
+            yield Notice(
+                f"{run.status.state}: {run.status.reason or f'{run.status.step:,} / {run.config.max_steps:,}'}"
+            )
+        else:
+            yield from _outcome(run, w, split(run, w))
+        train = [(r["step"], r["loss"]) for r in run.records["train"] if math.isfinite(r["loss"])]
+        if train:
+            picture = figures.run_curve(train, sorted(run.curve.items()), w("axis_steps"))
+            yield Figure(picture, w("run_curve"), wide=False)
+        speech = _sample(run)
+        if speech:
+            yield Text(w("sample_text"))
+            yield Code(speech)
+        yield Text(w("config_text"))
+        yield Code(_changed(run.config))
+
+
+def _outcome(run: Run, w: Words, split: str) -> Iterator[Block]:
+    summary = run.summary
+    best = math.exp(summary["best_val_loss"])
+    yield Text(w("run_result", val=f"{math.exp(run.val_loss):.4f}", split=split, test=f"{math.exp(run.loss):.4f}",
+                 best=f"{best:.4f}", best_step=summary["best_step"]))  # fmt: skip
+    device = (run.environment or [{}])[-1].get("device_name", "?")
+    yield Text(w("run_time", started=when(summary["started"]), seconds=spoken(summary["wall_seconds"]),
+                 ms=1000 * summary["median_step_seconds"], memory=summary["peak_memory_bytes"] / 2**20,
+                 device=device))  # fmt: skip
+
+
+def when(moment: str | None) -> str:
+    return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M}" if moment else ""
+
+
+def _changed(config: RunConfig) -> str:
+    default = RunConfig()
+    lines = [
+        f"{key} = {value}"
+        for key, value in config.model_dump().items()
+        if key not in LEFT_OUT and (value != getattr(default, key) or key in ("model_type", "seed", "max_lr"))
+    ]
+    return "\n".join(lines)
+
+
+def _sample(run: Run) -> str:
+    """The run's own words; as token numbers where its vocabulary is not here."""
+    ids = run.folder.read_sample()
+    if not ids:
+        return ""
+    prompt, said = ids
+    decode = _decoder(run.data.get("tokenizer", ""), run.data.get("tokenizer_hash", ""), run.folder.path)
+    if decode is None:
+        return " ".join(map(str, prompt)) + " | " + " ".join(map(str, said))
+    return f"{decode(prompt)}|{decode(said)}"
+
+
+_decoders: dict[str, Callable[[list[int]], str] | None] = {}
+
+
+def _decoder(name: str, identity: str, place: Path) -> Callable[[list[int]], str] | None:
+    """The tokenizer of a run, loaded once for all runs that share it."""
+    if identity not in _decoders:
+        try:
+            _decoders[identity] = load_tokenizer(name, place).decode
+        except (UserError, OSError, ValueError):
+            _decoders[identity] = None
+    return _decoders[identity]

@@ -1,0 +1,18 @@
+"""The report's language: every sentence comes from words.toml."""
+
+import tomllib
+from importlib.resources import files
+from typing import Any
+
+from oelm.errors import UserError, nearest
+
+
+class Words:
+    def __init__(self, language: str) -> None:
+        tables = tomllib.loads((files("oelm.report") / "words.toml").read_text(encoding="utf-8"))
+        if language not in tables:
+            raise UserError(f"--lang {language}: {nearest(language, tables)}")
+        self.language, self._table = language, tables[language]
+
+    def __call__(self, key: str, **facts: Any) -> str:
+        return self._table[key].format(**facts)

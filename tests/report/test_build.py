@@ -1,0 +1,229 @@
+"""Every number of a report on run folders made by hand, with the arithmetic here."""
+
+import json
+import math
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from oelm.lab.plan import load_plan
+from oelm.report.build import write_report
+from oelm.report.markdown import plain
+from tests.lab.made_runs import make_arm, make_run
+from tests.report.hostile import payloads
+
+BASE = {1: math.log(10.0), 2: math.log(20.0), 3: math.log(40.0)}  # geometric mean 20
+
+
+def times(factor, noise=(1.0, 1.0, 1.0)):
+    return {seed: loss + math.log(factor * n) for (seed, loss), n in zip(BASE.items(), noise, strict=True)}
+
+
+@pytest.fixture
+def study(tmp_path):
+    rows = np.column_stack((np.full(50, 200.0), np.full(50, 100.0)))
+    make_arm(tmp_path, "baseline", BASE, documents=rows, step_seconds=0.100)
+    make_arm(tmp_path, "oelm_v2", times(1.10, (1.0, 1.01, 1 / 1.01)), documents=rows + np.array([1.0, 0.0]),
+             step_seconds=0.095)  # fmt: skip
+    make_arm(tmp_path, "oelm_random", times(1.20), step_seconds=0.095)
+    make_arm(tmp_path, "oelm_matched", times(1.15), step_seconds=0.095)
+    return tmp_path
+
+
+def tables(text):
+    """The tables of a Markdown report: lists of rows of cells."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", text, re.M)
+    return [
+        [[c.strip().replace("\\", "") for c in row.strip("|\n").split(" | ")] for row in b.splitlines()] for b in blocks
+    ]
+
+
+def read(root, language="en", **options):
+    (path,) = write_report(root, language, ["md"], **options)
+    return path.read_text()
+
+
+def find(text, heading):
+    return next(t for t in tables(text) if heading in t[0])
+
+
+def test_results_by_hand(study):
+    text = read(study)
+    rows = {row[0]: row for row in find(text, "per seed")[2:]}
+    assert rows["baseline"][1:] == ["0.001", "20.000", "10.000 20.000 40.000", f"{math.log(20):.3f}"]
+    assert rows["oelm_v2"][2:4] == ["22.000", "11.000 22.220 43.564"]
+    # differences ln 1.1 + (0, ln 1.01, -ln 1.01): sd = ln 1.01, reach = 2.919986 ln 1.01 / sqrt(3)
+    reach = 2.919986 * math.log(1.01) / math.sqrt(3)
+    low, high = (100 * (1.10 * math.exp(sign * reach) - 1) for sign in (-1, 1))
+    gaps = {row[0]: row for row in find(text, "seeds to decide")[2:]}
+    assert gaps["oelm_v2"][1] == f"+10.0 [{low:+.1f}, {high:+.1f}]"
+    assert gaps["oelm_v2"][3:6] == ["baseline", "FAIL", "–"]
+    assert gaps["oelm_v2"][6] == "[+1.0, +1.0]"  # every document is 1 nat in 100 tokens worse: e^0.01
+    assert gaps["oelm_random"][1] == "+20.0 [+20.0, +20.0]"
+
+
+def test_the_way_there_by_hand(study):
+    """Losses fall linearly from 1 above: at 10 % of the run PPL is e^0.9 times the final one; gaps stay."""
+    rows = {row[0]: row for row in find(read(study), "10 %")[2:]}
+    assert rows["baseline"][1:] == [f"{20 * math.exp(1 - s):.3f}" for s in (0.1, 0.3, 0.6, 1.0)]
+    assert rows["oelm_random"][4] == "24.000 (+20.0 %)"
+
+
+def test_ablation_by_hand(study):
+    rows = {row[1]: row[2] for row in find(read(study), "from → to")[2:]}
+    assert rows["baseline → oelm_random"].startswith("+20.0 ")
+    assert rows["oelm_random → oelm_matched"].startswith(f"{100 * (1.15 / 1.20 - 1):+.1f} ")
+    assert rows["oelm_matched → oelm_v2"].startswith(f"{100 * (1.10 / 1.15 - 1):+.1f} ")
+
+
+def test_efficiency_by_hand(study):
+    """The bound of the tiny shape: forward FLOPs per token from its shapes; Q/K weight gradients are left out."""
+    d, layers, d_ff, vocab, seq = 32, 2, 64, 257, 32
+    qk = layers * 2 * d * d
+    forward = 2 * (qk + layers * (2 * d * d + 2 * d * d_ff + 2 * d * seq) + d * vocab)
+    bound = (3 * forward - 2 * qk) / (3 * forward)
+    rows = {row[0]: row for row in find(read(study), "bound")[2:]}
+    assert rows["oelm_v2"][1:] == ["800", "20.0%", "95.0", "0.95 [0.95, 0.95]", f"{bound:.3f}", "300", "12.0"]
+    assert rows["baseline"][4:6] == ["1", "1.000"]
+
+
+def test_learning_rates_by_hand(tmp_path):
+    for lr, ppl in ((1e-3, 30.0), (2e-3, 20.0), (4e-3, 25.0)):
+        for arm in ("baseline", "oelm_v2"):
+            make_run(tmp_path, f"{arm}{lr}", arm, lr=lr, val=math.log(ppl))
+    rows = find(read(tmp_path), "0.004")
+    assert rows[2] == ["baseline", "30.000", "20.000", "25.000"]
+
+
+def test_several_data_sets_are_set_side_by_side(tmp_path):
+    for dataset, factor in (("one", 1.1), ("two", 1.3)):
+        make_arm(tmp_path / dataset, "baseline", BASE, dataset=dataset, epochs=2.5 if dataset == "two" else 0.5)
+        make_arm(tmp_path / dataset, "oelm_v2", times(factor), dataset=dataset)
+    rows = find(read(tmp_path), "epochs")
+    assert [row[0] for row in rows[2:]] == ["one", "two"]
+    assert [row[2] for row in rows[2:]] == ["0.50", "2.50"]
+    assert [row[3][:5] for row in rows[2:]] == ["+10.0", "+30.0"]
+
+
+def test_the_verdict_stands_first_in_both_languages(study):
+    assert "FAIL: every arm with frozen Q/K is more than 5 % worse" in read(study)[:700]
+    assert "未通过（FAIL）" in read(study, "zh")[:400]
+
+
+def test_an_unfinished_plan_gives_an_interim_report(tmp_path):
+    plan = tmp_path / "p.toml"
+    plan.write_text(
+        '[defaults]\npreset = "tiny"\nmax_steps = 20\nmax_lr = 1e-3\n[matrix]\nmodel_type = ["baseline", "oelm_v2"]\n'
+        "seed = [1, 2]\n"
+    )
+    out = tmp_path / "out"
+    load_plan(plan, out).leave_copy()
+    make_run(out, "baseline_seed1", test=2.0)
+    make_run(out, "oelm_v2_seed1", "oelm_v2", test=2.1, state="died")
+    text = read(out)
+    assert "INTERIM REPORT. 1 of 4 runs have ended" in text
+    rows = {row[0]: row for row in find(text, "gap at equal step")[2:]}
+    assert rows["oelm_v2_seed1"][2:4] == ["died", "10 / 20"]
+    assert rows["oelm_v2_seed1"][7] == f"{100 * math.expm1(0.1):+.1f} %"  # both at step 10
+    assert rows["baseline_seed2"][2] == "waiting"
+    for run, arm in (("baseline_seed2", "baseline"), ("oelm_v2_seed2", "oelm_v2")):
+        make_run(out, run, arm, 2)
+    shutil.rmtree(out / "oelm_v2_seed1")
+    make_run(out, "oelm_v2_seed1", "oelm_v2")
+    assert "INTERIM" not in read(out)
+
+
+def test_update_appends_a_dated_entry(tmp_path, oelm):
+    make_run(tmp_path, "GPT-01", test=2.0)
+    for _ in range(2):
+        result = oelm("report", tmp_path, "--update", "--lang", "zh")
+        assert result.code == 0
+    text = (tmp_path / "status-log.md").read_text()
+    assert len(re.findall(r"^## 20\d\d-\d\d-\d\d \d\d:\d\d 进度$", text, re.M)) == 2
+    assert "GPT-01（baseline）：finished，第 20 / 20 步" in text
+
+
+def test_published_figures_stand_beside_the_runs_of_their_id(tmp_path):
+    make_run(tmp_path, "GPT-01_baseline", val=math.log(5.0))
+    make_run(tmp_path, "GPT-02_oelm_freeze", "oelm_v2", lr=2e-3)
+    rows = {row[0]: row for row in find(read(tmp_path, published=True), "published PPL")[2:]}
+    assert rows["GPT-01"][5:] == ["4.2692", "–", "–", "5.000"]
+    assert rows["GPT-02"][5:8] == ["4.6857", "+9.8 %", "INCONCLUSIVE"]
+    assert rows["GPT-05"][5:] == ["54.2900", "+14.9 %", "INCONCLUSIVE", "not run here"]
+    assert "published PPL" not in read(tmp_path)
+
+
+def test_cut_off_metrics_and_nan_runs_are_shown_as_what_they_are(study):
+    with open(study / "oelm_v2_lr0.001_seed1" / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "val", "step": 2')
+    reason = "loss nan, gradient norm nan at step 11"
+    make_run(study, "hot", "oelm_v2", 1, 1.0, state="failed", reason=reason)
+    text = read(study)
+    assert f"hot did not finish ({reason})" in text
+    assert "∞" in text
+    assert "+10.0 \\[" in text
+
+
+@pytest.mark.parametrize("arguments", [("--format", "docx"), ("--lang", "fr")])
+def test_bad_options_are_one_line(study, oelm, arguments):
+    result = oelm("report", study, *arguments)
+    assert result.code == 2
+    assert len(result.err.strip().splitlines()) == 1
+    assert not list(study.glob("report-*"))
+
+
+def test_a_missing_baseline_is_said_in_the_report(tmp_path):
+    make_run(tmp_path, "a", "oelm_v2")
+    text = read(tmp_path)
+    assert "Nothing to judge yet" in text
+    assert "no finished run of the baseline arm" in text
+
+
+def test_pdf_and_html_are_whole(study):
+    html, pdf = write_report(study, "en", ["html", "pdf"])
+    assert pdf.read_bytes().startswith(b"%PDF-")
+    page = html.read_text()
+    assert page.rstrip().endswith("</html>")
+    assert "http:" not in page.replace("http://www.w3.org", "")
+    assert html.stat().st_size < 500_000
+
+
+def test_a_chinese_pdf_without_a_font_says_how_to_get_one(study, oelm, monkeypatch):
+    import typst
+
+    class Bare:
+        def families(self):
+            return ["Libertinus Serif"]
+
+    monkeypatch.setattr(typst, "Fonts", Bare)
+    result = oelm("report", study, "--lang", "zh", "--format", "html,pdf")
+    assert result.code == 2
+    assert "apt install fonts-noto-cjk" in result.err
+    assert (study / "report-zh.html").exists()
+
+
+@pytest.mark.parametrize("payload", payloads("http://x"))
+def test_markdown_shows_markup_as_text(payload):
+    """CommonMark has no way to read the result as anything but a paragraph."""
+    shown = plain(payload)
+    assert "<" not in shown
+    assert not re.search(r"(?<!\\)[`*_\[\]|$]", shown)
+    assert "\n" not in shown
+
+
+def test_typst_shows_markup_as_text(tmp_path):
+    import typst
+
+    from oelm.report.blocks import Code, Document, Heading, Items, Notice, Table, Text
+    from oelm.report.typst import source
+
+    strings = payloads("http://x")
+    blocks = [Text(strings[1]), Notice(strings[2]), Items(strings), Code("\n".join(strings))]
+    blocks += [Table(["a"], [[s] for s in strings]), *(Heading(s) for s in strings)]
+    document = Document("t", "s", "en", "PASS", "c", blocks)
+    main = tmp_path / "a.typ"
+    main.write_text(source(document, ["Libertinus Serif"]))
+    shown = json.loads(typst.query(str(main), "heading", field="body"))
+    assert [heading["text"] for heading in shown[1:]] == [s.replace("\u202e", "\ufffd") for s in strings]

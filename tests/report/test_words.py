@@ -1,0 +1,30 @@
+import re
+import tomllib
+from importlib.resources import files
+
+import pytest
+
+from oelm.errors import UserError
+from oelm.lab.verdict import STEPS
+from oelm.report.words import Words
+
+TABLES = tomllib.loads((files("oelm.report") / "words.toml").read_text())
+
+
+def test_both_languages_say_the_same_things():
+    assert TABLES["en"].keys() == TABLES["zh"].keys()
+    for key, text in TABLES["en"].items():
+        assert set(re.findall(r"\{(\w+)", text)) == set(re.findall(r"\{(\w+)", TABLES["zh"][key])), key
+
+
+def test_every_word_is_used():
+    used = "".join(path.read_text() for path in files("oelm.report").iterdir() if path.name.endswith(".py"))
+    used += "".join(f'"step_{name}"' for name in STEPS)
+    for key in TABLES["en"]:
+        made = key.startswith(("axis_", "curve_", "log_"))
+        assert made or f'"{key}"' in used or f"'{key}'" in used, key
+
+
+def test_an_unknown_language_is_refused():
+    with pytest.raises(UserError, match="--lang fr"):
+        Words("fr")
