@@ -88,6 +88,7 @@ def nan_run(root):
         (lambda root: sound_study(root, best=1.9), "overfit"),
         (lambda root: sound_study(root, ("baseline", "oelm_matched")), "scale"),
         (another_machine, "machines"),
+        (lambda root: sound_study(root, steps=5), "short"),
         (nan_run, "failed"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +22,10 @@ def times(factor, noise=(1.0, 1.0, 1.0)):
     return {seed: loss + math.log(factor * n) for (seed, loss), n in zip(BASE.items(), noise, strict=True)}
 
 
-@pytest.fixture
-def study(tmp_path):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Four arms with three seeds each; for tests that only read it."""
+    tmp_path = tmp_path_factory.mktemp("study")
     rows = np.column_stack((np.full(50, 200.0), np.full(50, 100.0)))
     make_arm(tmp_path, "baseline", BASE, documents=rows, step_seconds=0.100)
     make_arm(tmp_path, "oelm_v2", times(1.10, (1.0, 1.01, 1 / 1.01)), documents=rows + np.array([1.0, 0.0]),
@@ -30,6 +33,16 @@ def study(tmp_path):
     make_arm(tmp_path, "oelm_random", times(1.20), step_seconds=0.095)
     make_arm(tmp_path, "oelm_matched", times(1.15), step_seconds=0.095)
     return tmp_path
+
+
+@pytest.fixture
+def study(made, tmp_path):
+    return Path(shutil.copytree(made, tmp_path / "study"))
+
+
+@pytest.fixture(scope="module")
+def text(made, tmp_path_factory):
+    return read(made, out=tmp_path_factory.mktemp("report"))
 
 
 def tables(text):
@@ -49,8 +62,7 @@ def find(text, heading):
     return next(t for t in tables(text) if heading in t[0])
 
 
-def test_results_by_hand(study):
-    text = read(study)
+def test_results_by_hand(text):
     rows = {row[0]: row for row in find(text, "per seed")[2:]}
     assert rows["baseline"][1:] == ["0.001", "20.000", "10.000 20.000 40.000", f"{math.log(20):.3f}"]
     assert rows["oelm_v2"][2:4] == ["22.000", "11.000 22.220 43.564"]
@@ -64,27 +76,27 @@ def test_results_by_hand(study):
     assert gaps["oelm_random"][1] == "+20.0 [+20.0, +20.0]"
 
 
-def test_the_way_there_by_hand(study):
+def test_the_way_there_by_hand(text):
     """Losses fall linearly from 1 above: at 10 % of the run PPL is e^0.9 times the final one; gaps stay."""
-    rows = {row[0]: row for row in find(read(study), "10 %")[2:]}
+    rows = {row[0]: row for row in find(text, "10 %")[2:]}
     assert rows["baseline"][1:] == [f"{20 * math.exp(1 - s):.3f}" for s in (0.1, 0.3, 0.6, 1.0)]
     assert rows["oelm_random"][4] == "24.000 (+20.0 %)"
 
 
-def test_ablation_by_hand(study):
-    rows = {row[1]: row[2] for row in find(read(study), "from → to")[2:]}
+def test_ablation_by_hand(text):
+    rows = {row[1]: row[2] for row in find(text, "from → to")[2:]}
     assert rows["baseline → oelm_random"].startswith("+20.0 ")
     assert rows["oelm_random → oelm_matched"].startswith(f"{100 * (1.15 / 1.20 - 1):+.1f} ")
     assert rows["oelm_matched → oelm_v2"].startswith(f"{100 * (1.10 / 1.15 - 1):+.1f} ")
 
 
-def test_efficiency_by_hand(study):
+def test_efficiency_by_hand(text):
     """The bound of the tiny shape: forward FLOPs per token from its shapes; Q/K weight gradients are left out."""
     d, layers, d_ff, vocab, seq = 32, 2, 64, 257, 32
     qk = layers * 2 * d * d
     forward = 2 * (qk + layers * (2 * d * d + 2 * d * d_ff + 2 * d * seq) + d * vocab)
     bound = (3 * forward - 2 * qk) / (3 * forward)
-    rows = {row[0]: row for row in find(read(study), "bound")[2:]}
+    rows = {row[0]: row for row in find(text, "bound")[2:]}
     assert rows["oelm_v2"][1:] == ["800", "20.0%", "95.0", "0.95 [0.95, 0.95]", f"{bound:.3f}", "300", "12.0"]
     assert rows["baseline"][4:6] == ["1", "1.000"]
 
@@ -107,9 +119,9 @@ def test_several_data_sets_are_set_side_by_side(tmp_path):
     assert [row[3][:5] for row in rows[2:]] == ["+10.0", "+30.0"]
 
 
-def test_the_verdict_stands_first_in_both_languages(study):
-    assert "FAIL: every arm with frozen Q/K is more than 5 % worse" in read(study)[:700]
-    assert "未通过（FAIL）" in read(study, "zh")[:400]
+def test_the_verdict_stands_first_in_both_languages(made, text, tmp_path):
+    assert "FAIL: every arm with frozen Q/K is more than 5 % worse" in text[:700]
+    assert "未通过（FAIL）" in read(made, "zh", out=tmp_path)[:400]
 
 
 def test_an_unfinished_plan_gives_an_interim_report(tmp_path):

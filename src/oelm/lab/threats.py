@@ -67,6 +67,9 @@ def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
             yield Threat("overfit", {"setting": name, **facts, "step": run.summary["best_step"]})
             break
     yield from _scales(setting, study)
+    per_parameter = some.summary["tokens_seen"] / some.summary["total_parameters"]
+    if per_parameter < 1:
+        yield Threat("short", {"setting": name, "tokens": per_parameter})
     places = {_place(run) for arm in arms.values() for run in arm.runs.values()}
     if len(places) > 1:
         yield Threat("machines", {"setting": name, "places": "; ".join(sorted(place for _, place in places))})
