@@ -6,7 +6,7 @@ CORE   := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup hf demo test lint kill-loop kill-queue same-folder clean
+.PHONY: setup hf demo test lint kill-loop kill-queue kill-rank same-folder clean
 
 setup: $(CORE)
 
@@ -46,6 +46,9 @@ kill-loop: $(DEV)
 # A 24-run plan whose queue and workers are killed 60 times; 200 rounds of 8 starts into one folder.
 kill-queue: $(DEV)
 	@$(BIN)/python -m tests.programmes.kill_queue --runs 24 --kills 60
+
+kill-rank: $(DEV)
+	@$(BIN)/python -m tests.programmes.kill_rank --kills 5
 
 same-folder: $(DEV)
 	@$(BIN)/python -m tests.programmes.same_folder --rounds 200 --starts 8

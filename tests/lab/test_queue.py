@@ -1,3 +1,4 @@
+import io
 import os
 import subprocess
 import sys
@@ -8,10 +9,10 @@ import pytest
 
 from oelm.lab import queue as queue_module
 from oelm.lab.plan import Plan, PlannedRun, load_plan
-from oelm.lab.queue import Queue, running_queues
+from oelm.lab.queue import Queue, Worker, running_queues
 from oelm.lab.status import RunWatcher
 from oelm.lab.watch import stop_everything
-from tests.programmes.kill_resume import fingerprint
+from tests.programmes import kill_rank
 
 
 def state(run):
@@ -261,22 +262,42 @@ def test_killing_queue_and_workers_loses_nothing():
 
 def test_a_killed_rank_ends_the_run_by_name_and_it_is_resumed_to_the_same_bits(data, tmp_path):
     """`gpus_per_run = 2` on the CPU: two gloo processes under torchrun."""
-    settings = dict(preset="tiny", data_path=str(data), max_steps=300, val_interval=10, device="cpu", threads=1)
-    whole, cut = (PlannedRun(n, {**settings, "out_dir": str(tmp_path / n)}, processes=2) for n in ("whole", "cut"))
-    assert Queue(Plan([whole]), 1).run() == {}
-    lines, killed = [], []
+    found = kill_rank.programme(tmp_path, data, kills=1)
+    assert found["failures"] == {}
+    assert (len(found["seconds"]), found["named"], found["equal"]) == (1, 1, True)
 
-    def watch():
-        if not killed and cut.folder.last_step() >= 20:
-            for process in psutil.process_iter(["cmdline", "environ"]):
-                words, environment = process.info["cmdline"] or [], process.info["environ"] or {}
-                if str(tmp_path / "cut") in " ".join(words) and environment.get("RANK") == "1":
-                    process.kill()
-                    killed.append(time.monotonic())
-        if killed and len(killed) == 1 and any("died" in line for line in lines):
-            killed.append(time.monotonic())
 
-    assert Queue(Plan([cut]), 1, say=lines.append).run(watch) == {}
-    assert len(killed) == 2
-    assert any("the process of rank 1 ended with exit code -9" in line for line in lines), lines
-    assert fingerprint(cut.folder) == fingerprint(whole.folder)
+REPORT = """
+Failures:
+[1]:
+  time      : 2026-01-01_00:00:00
+  host      : h
+  rank      : 1 (local_rank: 1)
+  exitcode  : {other} (pid: 2)
+  error_file: <N/A>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:00
+  host      : h
+  rank      : 0 (local_rank: 0)
+  exitcode  : {root} (pid: 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("root", "other", "words"),
+    [
+        (1, -9, "rank 1 ended with exit code -9"),
+        (-9, 1, "rank 0 ended with exit code -9"),
+        (-9, -15, "rank 0 ended with exit code -9"),
+        (1, -15, "rank 0 ended with exit code 1"),
+        (1, 1, "rank 0 ended with exit code 1"),
+        (-15, -15, ""),
+        (143, -15, ""),
+    ],
+)
+def test_the_process_that_was_killed_is_named_whichever_torchrun_saw_first(root, other, words):
+    worker = Worker(None, None, io.BytesIO(REPORT.format(root=root, other=other).encode()), [], 0.0)
+    assert words in worker.first_to_die()
+    assert bool(worker.first_to_die()) == bool(words)

@@ -60,10 +60,13 @@ class Worker:
 
     def first_to_die(self) -> str:
         """Under torchrun, the process that died first and took the others along; "" if they were asked to leave."""
-        root = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", self._said(), re.S)
-        if root is None or int(root[2]) in ASKED_TO_LEAVE:
-            return ""
-        return f"the process of rank {root[1]} ended with exit code {root[2]}"
+        said = self._said()
+        report = said[max(0, said.find("Failures:")) :] if "Root Cause" in said else ""
+        deaths = re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", report, re.S)
+        # One that was killed took along those that then failed, in whatever order torchrun saw them.
+        causes = sorted((int(code) >= 0, -i, rank, code) for i, (rank, code) in enumerate(deaths))
+        causes = [cause for cause in causes if int(cause[3]) not in ASKED_TO_LEAVE]
+        return f"the process of rank {causes[0][2]} ended with exit code {causes[0][3]}" if causes else ""
 
     def _said(self) -> str:
         self.errors.seek(0)
