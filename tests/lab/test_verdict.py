@@ -53,6 +53,14 @@ def test_the_fair_baseline_is_chosen_on_validation_not_on_test(tmp_path):
     assert judge(tmp_path).settings[0].judgements["oelm_v2"].against == "baseline"
 
 
+def test_candidates_for_the_fair_baseline_are_compared_on_the_same_seeds(tmp_path):
+    """orthogonal is worse on the three seeds of the pair; its fourth, lucky seed must not make it the better one."""
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "orthogonal", {**shifted(0.05), 4: 0.1})
+    make_arm(tmp_path, "oelm_v2", shifted(0.01))
+    assert judge(tmp_path).settings[0].judgements["oelm_v2"].against == "baseline"
+
+
 def test_an_arm_at_the_baselines_scale_is_not_measured_against_another_scale(tmp_path):
     make_arm(tmp_path, "baseline", BASE)
     make_arm(tmp_path, "orthogonal", shifted(-0.06))
@@ -144,4 +152,5 @@ def test_another_criterion_and_baseline_can_be_asked_for(tmp_path, oelm):
     make_arm(tmp_path, "oelm_v2", shifted(0.08))
     assert oelm("verdict", tmp_path, "--baseline", "orthogonal").code == 1
     assert oelm("verdict", tmp_path, "--baseline", "orthogonal", "--criterion", 1.2).code == 0
+    assert oelm("verdict", tmp_path, "--baseline", "oelm_v2").code == 0  # a frozen baseline is a baseline, too
     assert oelm("verdict", tmp_path, "--criterion", 7).code == 2

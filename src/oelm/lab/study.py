@@ -153,10 +153,6 @@ class Arm:
         """Geometric mean over seeds."""
         return math.exp(float(np.mean(list(self.losses.values()))))
 
-    @property
-    def val_loss(self) -> float:
-        return float(np.mean([run.val_loss for run in self.runs.values()]))
-
 
 @dataclass
 class Setting:

@@ -113,16 +113,15 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
 
 def fair_baseline(arm: Arm, setting: Setting, baseline: str) -> Arm:
     """The best on validation of the trained arms that share the arm's choices other than freezing."""
-    config = arm.any_run.config
+    scale = arm.any_run.config.qk_scale
+    seeds = arm.losses.keys() & setting.judged[baseline].losses.keys()
     shared = [
         other
         for other in setting.judged.values()
-        if other.name != arm.name
-        and other.any_run.trained
-        and (other.name == baseline or other.any_run.config.qk_scale == config.qk_scale)
-        and other.losses.keys() >= arm.losses.keys() & setting.judged[baseline].losses.keys()
+        if other.name != arm.name and other.losses.keys() >= seeds
+        if other.name == baseline or (other.any_run.trained and other.any_run.config.qk_scale == scale)
     ]
-    return min(shared, key=lambda other: other.val_loss)
+    return min(shared, key=lambda other: sum(other.runs[seed].val_loss for seed in seeds))
 
 
 def _pairs(arm: Arm, baseline: Arm) -> list[tuple[Run, Run]]:

@@ -19,8 +19,9 @@ LEFT_OUT = {"out_dir", "data_path"}
 
 
 def run_pages(runs: list[Run], w: Words, split: Callable[[Run, Words], str]) -> Iterator[Block]:
-    for run in runs:
-        yield PageBreak()
+    for i, run in enumerate(runs):
+        if i:
+            yield PageBreak()
         yield Heading(run.id, 3)
         if not run.finished:
             yield Notice(
