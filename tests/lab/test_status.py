@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from oelm.config import resolve
+from oelm.lab.plan import load_plan
 from oelm.lab.status import LabWatcher, RunWatcher, find_runs
 from oelm.lab.watch import chart, live_table, status_table
 
@@ -143,6 +144,18 @@ def test_runs_of_several_folders_are_told_apart(tmp_path):
     assert [(s.id, s.path) for s in LabWatcher(tmp_path).look()] == [
         (f"{place}/run1", str(tmp_path / place / "run1")) for place in "ab"
     ]
+
+
+def test_runs_that_a_plan_still_has_to_start_are_shown_from_above_too(tmp_path):
+    text = '[defaults]\npreset = "tiny"\n[matrix]\nmodel_type = ["baseline"]\nseed = [1, 2]\n'
+    (tmp_path / "p.toml").write_text(text)
+    load_plan(tmp_path / "p.toml", tmp_path / "outputs/p").leave_copy()
+    make_run(tmp_path / "outputs/p", "baseline_seed1")
+    for root, prefix in (("outputs", "p/"), ("outputs/p", "")):
+        found = LabWatcher(tmp_path / root).look()
+        assert [(s.id, s.state) for s in found] == [
+            (f"{prefix}baseline_seed1", "died"), (f"{prefix}baseline_seed2", "waiting")
+        ]  # fmt: skip
 
 
 def rendered(table, width):

@@ -294,8 +294,9 @@ def load_plan(path: Path, out: Path | None = None, overrides: dict[str, Any] | N
 
 
 def left_plans(root: Path) -> list[Plan]:
-    """The plans whose runs lie in `root`, as `oelm run` left them there."""
-    return [load_plan(path, root) for path in sorted(root.glob(f"*{COPY}"))]
+    """The plans whose runs lie in `root` or right below, as `oelm run` left them there."""
+    found = sorted(path for depth in ("", "*/") for path in root.glob(f"{depth}*{COPY}"))
+    return [load_plan(path, path.parent) for path in found]
 
 
 def _identity(run: PlannedRun) -> str:

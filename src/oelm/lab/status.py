@@ -158,15 +158,18 @@ class LabWatcher:
     def look(self) -> list[RunStatus]:
         for run in self.planned or [run for plan in self._plans for run in plan.runs]:
             if run.folder.path not in self._runs:
-                self._runs[run.folder.path] = RunWatcher(run.folder.path, planned=run.config)
+                self._runs[run.folder.path] = RunWatcher(run.folder.path, self._name(run.folder.path), run.config)
         for path in find_runs(self.root) if self.planned is None else []:
-            name = str(path.relative_to(self.root)) if path != self.root else path.name
-            self._runs.setdefault(path, RunWatcher(path, name))
+            self._runs.setdefault(path, RunWatcher(path, self._name(path)))
         for path in [path for path, watcher in self._runs.items() if watcher.planned is None and not path.exists()]:
             del self._runs[path]
         queued = _slurm_jobs(self.root)
         found = [self._with_job(watcher.look(), queued) for watcher in self._runs.values()]
         return [self._with_gap(path, status) for path, status in zip(self._runs, found, strict=True)]
+
+    def _name(self, path: Path) -> str:
+        below = path != self.root and path.is_relative_to(self.root)
+        return str(path.relative_to(self.root)) if below else path.name
 
     def _with_job(self, status: RunStatus, queued: dict[str, str]) -> RunStatus:
         job = queued.get(Path(status.path).name)

@@ -73,7 +73,7 @@ COLUMNS: dict[str, Callable[[RunStatus], str]] = {
     "gap": lambda s: f"{s.gap:+.1%}" if s.gap is not None else "",
     "GPU": lambda s: s.gpu or "",
     "PID": lambda s: str(s.pid or ""),
-    "why": lambda s: s.reason,
+    "why": lambda s: s.reason if s.state != "stopped" else "",
 }
 OPTIONAL = ("gap", "GPU", "PID", "why", "left", "finished")
 """Shown when a run has one."""
