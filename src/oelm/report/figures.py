@@ -94,7 +94,7 @@ def curves(found: Mapping[str, Curve], shades: Mapping[str, str], x_label: str, 
             ax.fill_between(x, low, high, color=shades[name], alpha=0.18, linewidth=0)
         _logarithmic(ax, np.concatenate([middle for _, middle, _, _ in found.values()]))
         _labels(ax, x_label, y_label)
-        ax.legend(fontsize=9)
+        _legend(ax)
         return _svg(figure)
 
 
@@ -110,6 +110,11 @@ def _logarithmic(ax: Axes, values: np.ndarray) -> None:
 def _labels(ax: Axes, x_label: str, y_label: str) -> None:
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label, rotation_mode="anchor", horizontalalignment="center")
+
+
+def _legend(ax: Axes) -> None:
+    """Beside the picture, where it hides nothing."""
+    ax.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float | None], shades: Mapping[str, str],
@@ -131,7 +136,7 @@ def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float
         ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.minorticks_off()
         _labels(ax, x_label, y_label)
-        ax.legend(fontsize=9)
+        _legend(ax)
         return _svg(figure)
 
 
@@ -164,7 +169,7 @@ def trend(settings: Sequence[str], found: Mapping[str, Sequence[Gap | None]], cr
         ax.axhline(0, color=INK, linewidth=1)
         ax.set_xticks(range(len(settings)), [short(name, 80 // len(settings)) for name in settings])
         _labels(ax, "", y_label)
-        ax.legend(fontsize=9)
+        _legend(ax)
         return _svg(figure)
 
 
