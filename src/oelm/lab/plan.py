@@ -112,14 +112,6 @@ class Plan:
         return known
 
     @property
-    def final_runs(self) -> list[PlannedRun]:
-        """The runs that a verdict rests on: after a choice, only those at the chosen value."""
-        chosen = [(choice, choice.best(self.given_up)) for choice in self.choices]
-        return self.fixed + [
-            run for c, best in chosen if best for run in [best, *c.followers[best.settings[c.setting]]]
-        ]
-
-    @property
     def total(self) -> int:
         """Number of runs when all choices are made."""
         per_choice = (len(c.candidates) + len(next(iter(c.followers.values()))) for c in self.choices)

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from oelm.train.distributed import World
-
 Batch = tuple[Tensor, ...]
 
 
@@ -57,9 +55,6 @@ class Task(Protocol):
     def identity(self) -> dict[str, Any]:
         """Hashes of data and tokenizer."""
         ...
-
-
-TaskFactory = Callable[[World], Task]
 
 
 class ReadAhead:
