@@ -202,6 +202,17 @@ def test_pdf_and_html_are_whole(study):
     assert html.stat().st_size < 500_000
 
 
+def test_the_numbers_can_be_had_as_json(made, tmp_path):
+    (path,) = write_report(made, "en", ["json"], tmp_path)
+    found = json.loads(path.read_text())
+    assert found["overall"] == "FAIL"
+    run = next(run for run in found["runs"] if run["id"] == "oelm_v2_lr0.001_seed1")
+    assert run["summary"]["test_loss"] == pytest.approx(math.log(11.0))
+    assert run["val_loss"][-1] == [20, pytest.approx(math.log(11.0))]
+    assert run["config"]["frames"] == "orthogonal"
+    assert "out_dir" not in run["config"]
+
+
 def test_a_chinese_pdf_without_a_font_says_how_to_get_one(study, oelm, monkeypatch):
     import typst
 

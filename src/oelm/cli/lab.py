@@ -181,7 +181,7 @@ def report_verb(parser: Parser) -> None:
     """
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of run folders")
     parser.add_argument("--lang", default="en", metavar="en|zh", help="default en")
-    parser.add_argument("--format", default="html", metavar="html,md,pdf", help="default html")
+    parser.add_argument("--format", default="html", metavar="html,md,pdf,json", help="default html")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes; default: beside the runs")
     parser.add_argument("--against", choices=["published"], help="add the published figures")
     parser.add_argument("--update", action="store_true", help="only append to the folder's status-log.md")

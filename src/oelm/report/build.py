@@ -1,5 +1,6 @@
-"""`oelm report`: a study and its verdict as a document, written as HTML, Markdown and PDF."""
+"""`oelm report`: a study and its verdict as a document, written as HTML, Markdown, PDF and JSON."""
 
+import json
 import tomllib
 from datetime import datetime
 from importlib.resources import files
@@ -9,13 +10,13 @@ from oelm.errors import UserError
 from oelm.files import write_atomic
 from oelm.lab.status import RunStatus
 from oelm.lab.study import load_study
-from oelm.lab.verdict import reach_verdict
+from oelm.lab.verdict import Verdict, as_json, reach_verdict
 from oelm.report import html, markdown, typst
 from oelm.report.blocks import Document
 from oelm.report.content import compose
 from oelm.report.words import Words
 
-FORMATS = ("html", "md", "pdf")
+FORMATS = ("html", "md", "pdf", "json")
 
 
 def write_report(
@@ -25,13 +26,14 @@ def write_report(
     for name in formats:
         if name not in FORMATS:
             raise UserError(f"--format {name}: take some of {', '.join(FORMATS)}, joined by commas")
-    document = compose(reach_verdict(load_study(root)), Words(language), published_figures() if published else None)
+    verdict = reach_verdict(load_study(root))
+    document = compose(verdict, Words(language), published_figures() if published else None)
     place = out or root
     place.mkdir(parents=True, exist_ok=True)
     written = []
     for name in [n for n in FORMATS if n in formats]:
         path = place / f"report-{language}.{name}"
-        write_atomic(path, _render(document, name, path))
+        write_atomic(path, _numbers(verdict) if name == "json" else _render(document, name, path))
         written.append(path)
     return written
 
@@ -48,6 +50,21 @@ def _render(document: Document, name: str, path: Path) -> str | bytes:
         write_atomic(pictures / f"{i:03d}.svg", figure.svg)
         names.append(f"{pictures.name}/{i:03d}.svg")
     return markdown.render(document, names)
+
+
+def _numbers(verdict: Verdict) -> str:
+    """The verdict and every run's settings, results and validation curve, for other programs."""
+    runs = [
+        {
+            "id": run.id,
+            "state": run.status.state,
+            "config": run.config.model_dump(exclude={"out_dir", "data_path"}),
+            "summary": {key: value for key, value in run.summary.items() if key != "data"},
+            "val_loss": list(run.curve.items()),
+        }
+        for run in verdict.study.runs
+    ]
+    return json.dumps({**as_json(verdict), "runs": runs}, indent=1, ensure_ascii=False) + "\n"
 
 
 def published_figures() -> dict[str, dict[str, object]]:
