@@ -41,6 +41,6 @@ def demo(out: Path, slots: int = 0) -> Path:
             failures = Queue(plan, slots, say=console.print).run(watch)
         for name, reason in failures.items():
             console.print(f"run {name} failed: {reason}", style="red")
-    verdict = reach_verdict(load_study(plan.out))
-    print_verdict(verdict, console)
+    console.print()
+    print_verdict(reach_verdict(load_study(plan.out)), console)
     return plan.out
