@@ -107,7 +107,7 @@ def test_an_array_survives_a_preemption_and_ends_in_the_bits_of_local_runs(slurm
     plan = load_plan(path, tmp_path / "cluster")
     again = oelm("run", path, "--out", tmp_path / "cluster", "--on", "slurm")
     assert "nothing to submit" in again.out, "a run was submitted twice"
-    watcher = LabWatcher(tmp_path / "cluster", [run.folder.path for run in plan.runs])
+    watcher = LabWatcher(tmp_path / "cluster", plan.runs)
     first = plan.runs[0].folder
     job = next(j for j, name in json.loads((tmp_path / "cluster/.slurm-jobs.json").read_text()).items()
                if name == first.path.name)  # fmt: skip
