@@ -14,6 +14,7 @@ from oelm.lab.verdict import Verdict, as_json, reach_verdict
 from oelm.report import html, markdown, typst
 from oelm.report.blocks import Document
 from oelm.report.content import compose
+from oelm.report.pages import when
 from oelm.report.words import Words
 
 FORMATS = ("html", "md", "pdf", "json")
@@ -84,13 +85,9 @@ def append_status(root: Path, language: str) -> Path:
 
 
 def _status_line(s: RunStatus, w: Words) -> str:
-    times = w("log_started", when=_when(s.started)) if s.started else ""
-    times += w("log_finished", when=_when(s.finished)) if s.finished else ""
+    times = w("log_started", when=when(s.started)) if s.started else ""
+    times += w("log_finished", when=when(s.finished)) if s.finished else ""
     ppl = w("log_ppl", ppl=s.val_ppl) if s.val_ppl is not None else ""
     gap = w("log_gap", gap=100 * s.gap) if s.gap is not None else ""
     return w("log_line", run=s.id, arm=s.arm or "–", state=s.state, step=s.step, steps=s.max_steps,
              times=times, ppl=ppl, gap=gap)  # fmt: skip
-
-
-def _when(moment: str) -> str:
-    return f"{datetime.fromisoformat(moment):%m-%d %H:%M}"

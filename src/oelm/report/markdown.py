@@ -1,6 +1,7 @@
 """Markdown (GitHub's), with the figures as files beside it."""
 
 import re
+from collections.abc import Iterator
 
 from oelm.report.blocks import Block, Code, Document, Figure, Heading, Items, Notice, PageBreak, Table, Text
 
@@ -13,7 +14,7 @@ def render(document: Document, figure_files: list[str]) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def _block(block: Block, names: "object") -> str:
+def _block(block: Block, names: Iterator[str]) -> str:
     match block:
         case Heading(text, level):
             return f"{'#' * level} {plain(text)}"
@@ -29,7 +30,7 @@ def _block(block: Block, names: "object") -> str:
             cells = [[cell if i == 1 else plain(cell) for cell in row] for i, row in enumerate(table)]
             return title + "\n".join("| " + " | ".join(row) + " |" for row in cells)
         case Figure(_, caption):
-            return f"![{plain(caption)}]({next(names)})"  # type: ignore[call-overload]
+            return f"![{plain(caption)}]({next(names)})"
         case Code(text):
             longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
             fence = "`" * max(3, longest + 1)

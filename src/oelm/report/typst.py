@@ -1,7 +1,9 @@
 """PDF through typst. All text goes in as string literals, so none of it is markup."""
 
+import itertools
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from oelm.errors import UserError
@@ -48,12 +50,12 @@ def source(document: Document, fonts: list[str]) -> str:
     """The typst text; figures are the files 0.svg, 1.svg, …"""
     mono = ["DejaVu Sans Mono", *fonts]
     head = HEAD.format(fonts=_array(fonts), mono=_array(mono), language="zh" if document.language == "zh" else "en")
-    numbers = iter(range(1 << 30))
+    numbers = itertools.count()
     lines = [f"#heading(level: 1, {quote(document.title)})", f"#text(fill: luma(90), {quote(document.subtitle)})"]
     return head + "\n\n".join([*lines, *(_block(block, numbers) for block in document.blocks)]) + "\n"
 
 
-def _block(block: Block, numbers: "object") -> str:
+def _block(block: Block, numbers: Iterator[int]) -> str:
     match block:
         case Heading(text, level):
             return f"#heading(level: {level}, {quote(text)})"
@@ -70,7 +72,7 @@ def _block(block: Block, numbers: "object") -> str:
             return f"{title}#table(columns: {len(headings)}, table.header({head}){cells})"
         case Figure(_, caption, wide):
             width = "100%" if wide else "55%"
-            image = f'image("{next(numbers)}.svg", width: {width})'  # type: ignore[call-overload]
+            image = f'image("{next(numbers)}.svg", width: {width})'
             return f"#figure({image}, numbering: none, supplement: none, caption: {quote(caption)})"
         case Code(text):
             return f"#block(fill: luma(244), inset: 7pt, radius: 3pt, width: 100%, raw({quote(text)}))"
