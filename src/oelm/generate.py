@@ -9,7 +9,7 @@ from oelm.data.tokenizer import Tokenizer, load_tokenizer
 from oelm.errors import UserError
 from oelm.model import freeze
 from oelm.model.gpt import GPT
-from oelm.train.checkpoint import Checkpoint, load_frozen, pick
+from oelm.train.checkpoint import Checkpoint, load_frozen, load_weights, pick
 from oelm.train.distributed import pick_device
 from oelm.train.folder import RunFolder
 
@@ -23,7 +23,7 @@ def load_run(run: Path, which: str, device: str, warn: Callable[[str], None]) ->
         model = GPT(config)
     frozen = load_frozen(folder) if freeze.frozen_names(model, config) else {}
     try:
-        model.load_state_dict({**found.model, **frozen}, assign=True)
+        load_weights(model, {**found.model, **frozen}, assign=True)
     except RuntimeError as error:
         raise UserError(
             f"{folder.config_file} does not describe the checkpoint: {str(error).splitlines()[-1]}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from oelm.errors import UserError
 from oelm.files import fsync_file, fsync_folder, sha256_file, write_json
@@ -146,6 +146,14 @@ def load_frozen(folder: RunFolder) -> Tensors:
         return load_file(folder.frozen)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder.frozen} is damaged or missing ({error}): restore it from a copy") from None
+
+
+def load_weights(model: nn.Module, tensors: Tensors, assign: bool = False) -> None:
+    """Give the model every parameter, each once: of those that layers share, files know one name only."""
+    own = {name for name, _ in model.named_parameters()}
+    if own != tensors.keys():
+        raise RuntimeError(f"parameters differ: {', '.join(sorted(own ^ tensors.keys())[:4])}")
+    model.load_state_dict(tensors, strict=False, assign=assign)
 
 
 def point_at(folder: RunFolder, found: Checkpoint, best_step: int) -> None:

@@ -1,19 +1,16 @@
-"""The one training loop. It knows steps, optimizer, freezing, timing and checkpoints; the task knows the rest."""
+"""The one training loop. It knows when to update, evaluate, save and stop; the task knows the rest."""
 
 import json
 import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
-
-import torch
-from torch import Tensor, nn
+from typing import Any, NoReturn
 
 from oelm.config import RunConfig
 from oelm.errors import RunFailed, Stopped, UserError
@@ -25,7 +22,8 @@ from oelm.train.console import Reporter
 from oelm.train.distributed import World
 from oelm.train.folder import RunFolder
 from oelm.train.metrics import Metrics, cut_to, whole_until
-from oelm.train.optim import build_optimizer, learning_rate, optimizer_tensors, restore_optimizer
+from oelm.train.optim import learning_rate, optimizer_tensors, restore_optimizer
+from oelm.train.step import Update
 from oelm.train.task import Interrupted, ReadAhead, Task
 
 
@@ -99,10 +97,7 @@ class Trainer:
         self.stop = StopRequest()
         self.state = State(started=started, data=task.identity(), config_hash=config.identity())
         self.model = task.build_model().to(world.device)
-        self.frozen = freeze.apply(self.model, config)
-        self.optimizer = build_optimizer(self.model, config, world.device)
-        self.autocast, self.scaler = _precision(config, world.device)
-        self.parallel = world.wrap(cast(nn.Module, torch.compile(self.model)) if config.compile else self.model)
+        self.update = Update(self.model, config, world, task.loss)
         self._born = time.perf_counter()
 
     def run(self, resume: bool) -> State:
@@ -110,9 +105,9 @@ class Trainer:
         config, state = self.config, self.state
         if resume:
             self._restore()
-        elif self.world.leads and self.frozen:
+        elif self.world.leads and self.update.frozen:
             self._write_frozen()
-        state.frozen_hash = freeze.fingerprint(self.model, self.frozen)
+        state.frozen_hash = freeze.fingerprint(self.model, self.update.frozen)
         self._before = state.elapsed
         self.metrics = Metrics(self.folder.metrics) if self.world.leads else None
         read = ReadAhead(self.task.micro_batches, config.num_workers, config.max_steps - 1)
@@ -135,39 +130,16 @@ class Trainer:
         config, state, world = self.config, self.state, self.world
         begin = time.perf_counter()
         rate = learning_rate(config, state.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        batches = read(state.step)
-        if config.dropout:
-            torch.manual_seed(_dropout_seed(config.seed, state.step, world.rank))
-        self.parallel.train()
-        loss = torch.zeros((), device=world.device)
-        for index, batch in enumerate(batches):
-            loss += self._backward(batch, len(batches), sync=index == len(batches) - 1)
-        self.scaler.unscale_(self.optimizer)
-        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        norm = nn.utils.clip_grad_norm_(trainable, config.grad_clip or math.inf, foreach=True).item()
-        total, stops = world.sum(loss.item(), float(self.stop()))
+        loss, norm = self.update.gradient(state.step, read(state.step))
+        total, stops = world.sum(loss, float(self.stop()))
         mean = total / world.size
-        if not math.isfinite(mean) or not (math.isfinite(norm) or self.scaler.is_enabled()):
+        if not math.isfinite(mean) or not (math.isfinite(norm) or self.update.scales):
             self._fail(f"loss {mean:g}, gradient norm {norm:g} at step {state.step + 1}")
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update.apply(rate)
         state.step, state.evaluated = state.step + 1, False
         self._record(mean, rate, norm, time.perf_counter() - begin)
         if stops:
             self._leave()
-
-    def _backward(self, batch: tuple[Tensor, ...], parts: int, sync: bool) -> Tensor:
-        """Accumulate the gradient of one micro-batch; processes exchange it with the last one only."""
-        quiet = nullcontext() if sync or self.world.size == 1 else self.parallel.no_sync()  # type: ignore[operator]
-        with quiet:
-            with self.autocast():
-                inputs = tuple(tensor.to(self.world.device, non_blocking=True) for tensor in batch)
-                loss = self.task.loss(self.parallel, inputs) / parts
-            self.scaler.scale(loss).backward()
-        return loss.detach()
 
     def _record(self, loss: float, rate: float, norm: float, seconds: float) -> None:
         config, state = self.config, self.state
@@ -193,11 +165,11 @@ class Trainer:
         """Validate (and at the end test), then save: the metrics of a checkpoint's step always stand before it."""
         state = self.state
         splits = ["val"] + (["test"] if state.step == self.config.max_steps and self.task.has_split("test") else [])
-        self.parallel.eval()
+        self.model.eval()
         for split in splits:
             begin = time.perf_counter()
             try:
-                with self.autocast():
+                with self.update.autocast():
                     found = self.task.evaluate(self.model, split, self.stop)
             except Interrupted:
                 self._leave()
@@ -222,8 +194,8 @@ class Trainer:
         state, config = self.state, self.config
         state.elapsed = self._before + time.perf_counter() - self._born
         state.peak_memory = max(state.peak_memory, peak_memory(self.world.device))
-        state.scaler = self.scaler.state_dict()
-        if freeze.fingerprint(self.model, self.frozen) != state.frozen_hash:
+        state.scaler = self.update.scaler.state_dict()
+        if freeze.fingerprint(self.model, self.update.frozen) != state.frozen_hash:
             self._fail(f"frozen parameters changed by step {state.step}")
         if not (self.world.leads and self.metrics):
             return
@@ -232,8 +204,8 @@ class Trainer:
         go_on = f"continue with oelm train --resume {self.folder.path}; the last good checkpoint is step {last:,}"
         advice = f"free some space, then {go_on if last else 'start again'}"
         with disk_errors(f"saving step {state.step:,}", advice):
-            weights = {name: p for name, p in self.model.named_parameters() if name not in self.frozen}
-            moments = optimizer_tensors(self.model, self.optimizer)
+            weights = {name: p for name, p in self.model.named_parameters() if name not in self.update.frozen}
+            moments = optimizer_tensors(self.model, self.update.optimizer)
             path = checkpoint.save(self.folder, state.step, weights, moments, asdict(state))
             if state.best_step == state.step:
                 checkpoint.link(self.folder.best, path)
@@ -253,7 +225,7 @@ class Trainer:
             cut_to(self.folder.metrics, step, evaluated=bool(found and found.state["evaluated"]))
         if found is None:
             self.reporter.say("no checkpoint to go on from: starting from step 0")
-            if self.world.leads and self.frozen:
+            if self.world.leads and self.update.frozen:
                 self._write_frozen()
             return
         before = State.from_json(found.state, found.path)
@@ -261,13 +233,13 @@ class Trainer:
             raise UserError(f"{self.folder.config_file} was edited since {found.path.name}: put the old settings back")
         if before.data != json.loads(json.dumps(self.state.data)):
             _refuse_other_data(before.data, self.state.data)
-        frozen = checkpoint.load_frozen(self.folder) if self.frozen else {}
-        self.model.load_state_dict({**found.model, **frozen})
-        restore_optimizer(self.model, self.optimizer, found.optimizer)
+        frozen = checkpoint.load_frozen(self.folder) if self.update.frozen else {}
+        checkpoint.load_weights(self.model, {**found.model, **frozen})
+        restore_optimizer(self.model, self.update.optimizer, found.optimizer)
         self.state.__dict__.update(before.__dict__)
         if self.state.scaler:
-            self.scaler.load_state_dict(self.state.scaler)
-        if freeze.fingerprint(self.model, self.frozen) != self.state.frozen_hash:
+            self.update.scaler.load_state_dict(self.state.scaler)
+        if freeze.fingerprint(self.model, self.update.frozen) != self.state.frozen_hash:
             raise UserError(f"{self.folder.frozen} is damaged: its frozen parameters are not those of the run")
         if self.world.leads:
             checkpoint.point_at(self.folder, found, self.state.best_step)
@@ -275,7 +247,7 @@ class Trainer:
 
     def _write_frozen(self) -> None:
         with disk_errors(f"writing {self.folder.frozen}", "free some space and start again"):
-            tensors = {name: p for name, p in self.model.named_parameters() if name in self.frozen}
+            tensors = {name: p for name, p in self.model.named_parameters() if name in self.update.frozen}
             temporary = self.folder.frozen.with_name(".frozen.tmp")
             checkpoint.write_tensors(temporary, tensors)
             temporary.replace(self.folder.frozen)
@@ -287,14 +259,14 @@ class Trainer:
         if not left:
             return
         batches = self.task.micro_batches(state.step)
-        self.parallel.train()
+        self.update.parallel.train()
         for _ in range(2):  # the first pass warms up, or compiles
             begin = time.perf_counter()
-            self._backward(batches[0], 1, sync=True).item()
+            self.update.backward(batches[0], 1, sync=True).item()
             seconds = time.perf_counter() - begin
             if seconds > 5 and not config.compile:
                 break
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update.forget()
         self.reporter.say(
             f"expected time: about {roughly(seconds * len(batches) * left)} for {left:,} steps, and the validations"
         )
@@ -311,21 +283,6 @@ class Trainer:
             "(a lower --max_lr or a longer --warmup_steps often helps)",
             retry="never",
         )
-
-
-def _precision(config: RunConfig, device: torch.device) -> tuple[Callable[[], Any], torch.amp.GradScaler]:
-    """Autocast and loss scaling for the device: bfloat16 where the GPU has it, else float16; off on the CPU."""
-    on = config.use_amp and device.type == "cuda"
-    dtype = torch.bfloat16 if not on or torch.cuda.is_bf16_supported() else torch.float16
-    scaler = torch.amp.GradScaler(device.type, enabled=on and dtype == torch.float16)
-    if not on:
-        return nullcontext, scaler
-    return lambda: torch.autocast(device.type, dtype), scaler
-
-
-def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Dropout's randomness is a function of (seed, step, rank), so there is no generator state to lose."""
-    return (seed * 1_000_003 + step * 4_099 + rank) % 2**63
 
 
 def _refuse_other_data(before: dict[str, Any], now: dict[str, Any]) -> NoReturn:

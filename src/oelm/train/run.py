@@ -73,7 +73,7 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
             raise
         else:
             if world.leads:
-                trainer.parallel.eval()
+                trainer.model.eval()
                 write_json(folder.sample, task.sample(trainer.model))
                 summary = finish(folder, config, state.__dict__, task.epochs(config.max_steps))
                 reporter.say(_closing(summary))
