@@ -9,5 +9,7 @@ def test_the_published_arms_and_their_controls():
         "oelm_random": ("normal", "qk"),
         "oelm_matched": ("matched", "qk"),
         "oelm": ("global", "qk"),
+        "oelm_shared": ("shared", "qk"),
+        "oelm_sliced": ("sliced", "qk"),
         "orthogonal": ("orthogonal", "none"),
     }

@@ -16,7 +16,7 @@ class Arm:
     about: str
 
     def fields(self) -> dict[str, str]:
-        return {"frames": self.frames, "freeze": self.freeze}
+        return {"frames": self.frames, "freeze": self.freeze, "sliced_keys": "tied"}
 
 
 ARMS: dict[str, Arm] = {
@@ -25,5 +25,7 @@ ARMS: dict[str, Arm] = {
     "oelm_random": Arm("normal", "qk", "OELM-Random, the published control: Q/K from N(0, 0.02), frozen"),
     "oelm_matched": Arm("matched", "qk", "the fair control: Q/K from N(0, 1/d_model), frozen"),
     "oelm": Arm("global", "qk", "OELM v1: one orthogonal d_model x d_model matrix for all heads, frozen"),
+    "oelm_shared": Arm("shared", "qk", "head-wise orthogonal Q/K, one frame for all layers, frozen"),
+    "oelm_sliced": Arm("sliced", "qk", "free frames: a head's Q/K are its slice of the input, no parameters"),
     "orthogonal": Arm("orthogonal", "none", "head-wise orthogonal Q/K, trained"),
 }

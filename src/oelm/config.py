@@ -36,8 +36,11 @@ class ArmFields(_Fields):
 
     model_type: str = "baseline"
     """Arm: sets `frames` and `freeze` (see `oelm inspect --arms`)."""
-    frames: Literal["normal", "matched", "orthogonal", "global"] = "normal"
-    """How Q/K start: N(0, 0.02), N(0, 1/d_model), orthonormal rows per head, or one orthogonal matrix."""
+    frames: Literal["normal", "matched", "orthogonal", "global", "shared", "sliced"] = "normal"
+    """How Q/K start: N(0, 0.02), N(0, 1/d_model), orthonormal rows per head, one orthogonal matrix, orthonormal
+    rows per head that all layers share, or no matrix at all: a head reads its own slice of the input."""
+    sliced_keys: Literal["tied", "next", "shuffled"] = "tied"
+    """With sliced frames, a head's key: its query's slice, the next head's, or every num_heads-th channel."""
     freeze: Literal["none", "qk"] = "none"
     """What is frozen at its start value for the whole run."""
 
@@ -177,7 +180,7 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
 
 
 GROUPS: tuple[type[_Fields], ...] = (ArmFields, ModelFields, DataFields, OptimFields, RunFields)
-ARM_KEYS = ("frames", "freeze")
+ARM_KEYS = ("frames", "freeze", "sliced_keys")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "medium-512": {},

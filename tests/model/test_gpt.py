@@ -71,8 +71,9 @@ def test_changing_a_token_leaves_earlier_logits_bit_equal(arm):
 def test_arms_of_one_seed_share_all_weights_but_q_and_k():
     models = {name: dict(gpt(model_type=name).named_parameters()) for name in ARMS}
     for name, weights in models.items():
+        assert weights.keys() <= models["baseline"].keys()
         for key, tensor in models["baseline"].items():
-            same = torch.equal(tensor, weights[key])
+            same = key in weights and torch.equal(tensor, weights[key])
             is_qk = key.endswith(("attention.q.weight", "attention.k.weight"))
             assert same == (not is_qk or name in ("baseline", "oelm_random")), (name, key)
     assert all(torch.equal(models["oelm_v2"][key], tensor) for key, tensor in models["orthogonal"].items())
@@ -97,3 +98,18 @@ def test_dropout_is_active_in_training_only():
         assert torch.equal(model(x), model(x))
         model.train()
         assert not torch.equal(model(x), model(x))
+
+
+def test_shared_frames_are_one_pair_of_matrices_in_every_layer():
+    model = gpt(model_type="oelm_shared")
+    first, *others = [block.attention for block in model.blocks]
+    assert all(other.q.weight is first.q.weight and other.k.weight is first.k.weight for other in others)
+    own = dict(gpt(model_type="oelm_v2").named_parameters())
+    assert torch.equal(first.q.weight, own["blocks.0.attention.q.weight"])
+    baseline = sum(p.numel() for p in gpt().parameters())
+    assert baseline - sum(p.numel() for p in model.parameters()) == 2 * 2 * 48 * 48
+
+
+def test_sliced_frames_have_no_query_or_key_parameters():
+    names = [name for name, _ in gpt(model_type="oelm_sliced").named_parameters()]
+    assert not [name for name in names if "attention.q" in name or "attention.k" in name]

@@ -33,7 +33,7 @@ from oelm.train.folder import RunFolder
 from oelm.train.run import train
 from tests.conftest import make_data
 
-ARMS = ("baseline", "oelm_v2")
+ARMS = ("baseline", "oelm_v2", "oelm_shared", "oelm_sliced")
 SETTINGS: dict[str, Any] = dict(
     preset="tiny", max_steps=60, val_interval=4, save_interval=12, threads=1, dropout=0.1, micro_batch=2, device="cpu"
 )

@@ -61,7 +61,7 @@ def flops(config: RunConfig, causal: bool = False) -> Flops:
     dense attention computes and what the bounds below rest on.
     """
     d, layers = config.d_model, config.num_layers
-    qk = layers * 2 * d * d
+    qk = 0 if config.frames == "sliced" else layers * 2 * d * d
     other = layers * (2 * d * d + 2 * d * config.d_ff) + d * config.vocab_size
     attention = layers * 2 * d * config.seq_len // (2 if causal else 1)
     forward = 2 * (qk + other + attention)
@@ -69,9 +69,14 @@ def flops(config: RunConfig, causal: bool = False) -> Flops:
     return Flops(forward, 2 * forward - weight_gradient_saved, 2 * qk)
 
 
+def speed_bound(config: RunConfig) -> float:
+    """Largest speed-up of a step over one that trains drawn Q/K, if everything ran at one speed."""
+    return flops(config.replace(frames="normal", freeze="none")).step / flops(config).step
+
+
 def freezing_bounds(config: RunConfig) -> dict[str, float]:
     """Largest speed-up of a whole step that frozen Q/K could give, if everything ran at one speed."""
-    full = flops(config.replace(freeze="none"))
+    full = flops(config.replace(frames="normal", freeze="none"))
     return {
         "no_qk_weight_gradient": full.step / (full.step - full.qk),
         "free_qk_projection": full.step / (full.step - 3 * full.qk),

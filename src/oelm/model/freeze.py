@@ -18,7 +18,7 @@ def frozen_names(model: nn.Module, config: RunConfig, step: int = 0) -> list[str
     """
     endings = PARTS[config.freeze]
     names = [name for name, _ in model.named_parameters() if name.endswith(endings)] if endings else []
-    if endings and not names:
+    if endings and not names and config.frames != "sliced":
         raise ValueError(f"freeze = {config.freeze!r} matches no parameter of the model")
     return names
 

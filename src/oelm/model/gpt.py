@@ -1,12 +1,16 @@
 """The GPT: pre-norm, learned positions, tied embedding, GELU, no bias in Q/K/V/O."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.config import RunConfig
 from oelm.model.attention import Attention
+from oelm.model.dropout import Dropout
 from oelm.model.frames import INIT_STD, draw_frame, gaussian
+from oelm.model.loss import linear_cross_entropy
 
 
 class FeedForward(nn.Module):
@@ -26,7 +30,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.ffn_norm = nn.LayerNorm(config.d_model)
         self.ffn = FeedForward(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         h_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
@@ -40,8 +44,12 @@ class GPT(nn.Module):
         self.tokens = _embedding(config.vocab_size, config.d_model)
         self.positions = _embedding(config.seq_len, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        if config.frames == "shared":
+            first, *others = (cast(Block, block).attention for block in self.blocks)
+            for attention in others:
+                attention.q, attention.k = first.q, first.k
         self.final_norm = nn.LayerNorm(config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
         """The normalised residual stream behind the last block."""
@@ -53,10 +61,10 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """The loss when there are targets, else the logits. The output matrix is the token embedding."""
-        logits_BTV = F.linear(self.hidden(tokens_BT), self.tokens.weight)
+        hidden_BTD = self.hidden(tokens_BT)
         if targets_BT is None:
-            return logits_BTV
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction=reduction)
+            return F.linear(hidden_BTD, self.tokens.weight)
+        return linear_cross_entropy(hidden_BTD.flatten(0, 1), self.tokens.weight, targets_BT.flatten(), reduction)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -75,10 +83,9 @@ class GPT(nn.Module):
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             elif not name.endswith(("attention.q.weight", "attention.k.weight")):
                 parameter.copy_(gaussian(tuple(parameter.shape), seed, name) * INIT_STD)
-        for layer, block in enumerate(self.blocks):
-            for role in ("q", "k"):
-                frame = draw_frame(config.frames, config.num_heads, config.d_model, layer, role, seed)
-                getattr(block.attention, role).weight.copy_(frame)
+            else:
+                _, layer, _, role, _ = name.split(".")
+                parameter.copy_(draw_frame(config.frames, config.num_heads, config.d_model, int(layer), role, seed))
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:

@@ -1,0 +1,32 @@
+"""Dropout that costs little on a CPU: 16 random bits decide about an element, four elements to a draw."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LEVELS = 2**16
+
+
+def keep_mask(shape: tuple[int, ...], p: float) -> tuple[Tensor, float]:
+    """Which elements to keep, drawn from torch's CPU generator, and the factor that makes up for the others.
+
+    The probability is `p` rounded to a 65,536th; the factor is exact for the rounded one.
+    """
+    count, dropped = torch.Size(shape).numel(), round(p * LEVELS)
+    words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+    bits = words.view(torch.int16)[:count].view(shape)
+    return bits >= dropped - LEVELS // 2, LEVELS / (LEVELS - dropped)
+
+
+class Dropout(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.p):
+            return x
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return F.dropout(x, self.p)
+        keep, factor = keep_mask(tuple(x.shape), self.p)
+        return x * keep.to(x.dtype).mul_(factor)

@@ -1,0 +1,85 @@
+"""The output head and its loss in one: cross-entropy from hidden states, without ever holding all logits.
+
+With 50,257 words the logits of one batch are larger than the model. Here they exist for a few hundred
+tokens at a time, in one buffer that becomes exp(logits - max) and then the softmax gradient in place.
+While they are there, everything is taken from them: the losses and both gradients. Rows stay
+unnormalised; the factor 1 / sum is applied to the narrow side of each product instead.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_FLOATS = 512 * 50_304
+"""Size of the logit buffer. More tokens at a time mean fewer passes over the weight gradient."""
+ROW_MULTIPLE = 64
+"""Rows of the buffer start at multiples of this, whatever the vocabulary: 50,257 is odd, 50,304 is not."""
+
+
+def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, reduction: str = "mean") -> Tensor:
+    """`F.cross_entropy(F.linear(hidden, weight), targets)` in float32; reduction "mean", or "none" without gradient."""
+    differentiable = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
+    if hidden_ND.is_cuda and differentiable and reduction == "mean":
+        return F.linear_cross_entropy(hidden_ND, weight_VD, targets_N, options=torch.nn.LinearCrossEntropyOptions())
+    if torch.compiler.is_compiling() or (differentiable and reduction != "mean"):
+        return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), targets_N, reduction=reduction)
+    if differentiable:
+        return _LinearCrossEntropy.apply(hidden_ND, weight_VD, targets_N)
+    losses_N = _losses(hidden_ND, weight_VD, targets_N)
+    return losses_N.mean() if reduction == "mean" else losses_N
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Mean loss; the gradients are made in the forward pass and handed out in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+        d_hidden_ND = torch.empty_like(hidden_ND)
+        d_weight_VD = torch.empty_like(weight_VD) if weight_VD.requires_grad else None
+        losses_N = _losses(hidden_ND, weight_VD, targets_N, d_hidden_ND, d_weight_VD)
+        ctx.save_for_backward(d_hidden_ND, d_weight_VD)
+        return losses_N.mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        if scale != 1:
+            gradients = [None if gradient is None else gradient.mul_(scale) for gradient in gradients]
+        return *gradients, None
+
+
+def _losses(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    d_hidden_ND: Tensor | None = None,
+    d_weight_VD: Tensor | None = None,
+) -> Tensor:
+    """The loss of each token; the gradients of their mean are written where there is room for them."""
+    (tokens, _), words = hidden_ND.shape, weight_VD.shape[0]
+    width = -(-words // ROW_MULTIPLE) * ROW_MULTIPLE
+    chunk = min(tokens, max(1, CHUNK_FLOATS // width))
+    buffer_CV = hidden_ND.new_empty(chunk, width)[:, :words]
+    losses_N = hidden_ND.new_empty(tokens)
+    for start in range(0, tokens, chunk):
+        here = slice(start, min(start + chunk, tokens))
+        hidden_CD, target_C1 = hidden_ND[here], targets_N[here, None]
+        logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV[: len(hidden_CD)])
+        target_logit_C1 = logits_CV.gather(1, target_C1)
+        max_C1 = logits_CV.amax(1, keepdim=True)
+        exp_CV = logits_CV.sub_(max_C1).exp_()
+        sum_C1 = exp_CV.sum(1, keepdim=True)
+        losses_N[here] = (sum_C1.log() + max_C1 - target_logit_C1).squeeze(1)
+        if d_hidden_ND is None:
+            continue
+        # softmax - onehot, times the sum of its row, which `scale` takes out again
+        unscaled_CV = exp_CV.scatter_add_(1, target_C1, -sum_C1)
+        scale_C1 = 1 / (tokens * sum_C1)
+        torch.mm(unscaled_CV, weight_VD, out=d_hidden_ND[here]).mul_(scale_C1)
+        if d_weight_VD is not None:
+            d_weight_VD.addmm_(unscaled_CV.t(), hidden_CD * scale_C1, beta=0 if start == 0 else 1)
+    return losses_N
