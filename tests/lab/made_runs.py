@@ -36,7 +36,7 @@ def make_run(
             loss = val + 1 - step / steps
             file.write(json.dumps({"kind": "train", "step": step, "loss": loss, "seconds": step_seconds}) + "\n")
             if step % max(1, steps // 10) == 0:
-                record = {"kind": "val", "step": step, "loss": loss, "ppl": math.exp(loss), "seconds": 0.1}
+                record = {"kind": "val", "step": step, "loss": loss, "ppl": math.exp(min(loss, 700.0)), "seconds": 0.1}
                 file.write(json.dumps(record) + "\n")
     data = DATA if data is None else data
     part = {"started": "2026-01-02T03:04:05+00:00", "host": "h", "device": "cpu", "device_name": "CPU", "threads": 1,
@@ -50,9 +50,9 @@ def make_run(
             "tokens_seen": steps * config.tokens_per_step, "epochs": epochs, "total_parameters": 1000,
             "trainable_parameters": 1000 if config.freeze == "none" else 800,
             "frozen_parameters": 0 if config.freeze == "none" else 200,
-            "final_val_loss": val, "final_perplexity": math.exp(val),
+            "final_val_loss": val, "final_perplexity": math.exp(min(val, 700.0)),
             "best_val_loss": val if best is None else best, "best_step": steps, "test_loss": test,
-            "test_perplexity": None if test is None else math.exp(test), "test_bpb": None if test is None else test,
+            "test_perplexity": None if test is None else math.exp(min(test, 700.0)), "test_bpb": test,
             "started": part["started"], "finished": "2026-01-02T04:04:05+00:00", "wall_seconds": 3600.0,
             "peak_memory_bytes": 300 << 20, "checkpoint_bytes": 12 << 20, "median_step_seconds": step_seconds,
             "data": data,

@@ -41,7 +41,8 @@ def test_a_run_that_failed_for_its_machine_says_nothing_about_its_rate(tmp_path)
         ({"batch_size": 8}, "windows_per_step 8"),
         ({"weight_decay": 0.5}, "weight_decay 0.5"),
         ({"steps": 40}, "max_steps 40"),
-        ({"data": {**DATA, "tokenizer_hash": "x"}}, "other data"),
+        ({"data": {**DATA, "source_hash": "x" * 64}}, "data xxxxxxxx"),
+        ({"data": {**DATA, "tokenizer": "gpt2"}}, "tokenizer gpt2"),
     ],
 )
 def test_runs_that_are_no_pairs_are_kept_apart(tmp_path, changed, words):

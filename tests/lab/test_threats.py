@@ -1,5 +1,7 @@
 """Each threat fires on its confound and stays silent without it."""
 
+import json
+
 import pytest
 
 from oelm.lab.study import load_study
@@ -68,6 +70,31 @@ def another_machine(root):
     (folder / "environment.json").write_text(text.replace('"threads": 1', '"threads": 2'))
 
 
+def only_some_tested(root):
+    sound_study(root)
+    folder = root / "oelm_random_3"
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "test_loss": None}))
+
+
+def another_version(root):
+    sound_study(root)
+    folder = root / "oelm_random_3"
+    text = (folder / "environment.json").read_text()
+    (folder / "environment.json").write_text(text.replace('"torch": "0"', '"torch": "1"'))
+
+
+def unpaired_seed(root):
+    sound_study(root)
+    make_run(root, "oelm_random_4", "oelm_random", 4, 2e-3)
+
+
+def damaged_run(root):
+    sound_study(root)
+    make_run(root, "oelm_random_4", "oelm_random", 4, 2e-3)
+    (root / "oelm_random_4" / "metrics.jsonl").write_text("")
+
+
 def nan_run(root):
     sound_study(root)
     make_run(root, "nan", "oelm_random", 1, 9e-3, state="failed", reason="loss nan, gradient norm nan at step 3")
@@ -90,11 +117,16 @@ def nan_run(root):
         (another_machine, "machines"),
         (lambda root: sound_study(root, steps=5), "short"),
         (nan_run, "failed"),
+        (only_some_tested, "mixed_splits"),
+        (another_version, "versions"),
+        (unpaired_seed, "seed_sets"),
+        (damaged_run, "damaged"),
     ],
 )
 def test_a_confound_is_named(tmp_path, build, kind):
     build(tmp_path)
-    expected = {kind, "grids"} if kind == "failed" else {kind}  # a grid that one arm failed on is unequal, too
+    along = {"failed": {"grids"}, "seeds": {"seed_sets"}}  # a grid that one arm failed on is unequal, too
+    expected = {kind} | along.get(kind, set())
     assert kinds(tmp_path) == expected
 
 

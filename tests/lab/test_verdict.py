@@ -154,3 +154,191 @@ def test_another_criterion_and_baseline_can_be_asked_for(tmp_path, oelm):
     assert oelm("verdict", tmp_path, "--baseline", "orthogonal", "--criterion", 1.2).code == 0
     assert oelm("verdict", tmp_path, "--baseline", "oelm_v2").code == 0  # a frozen baseline is a baseline, too
     assert oelm("verdict", tmp_path, "--criterion", 7).code == 2
+
+
+def spoilt(root, name, **changes):
+    """A run whose summary says something else than it did."""
+    file = root / name / "summary.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def diverged(root, name, arm, seed, lr=1e-3):
+    make_run(root, name, arm, seed, lr, state="failed", reason="loss nan, gradient norm nan at step 3")
+
+
+def test_only_frozen_arms_decide(tmp_path, oelm):
+    """A trained arm that passes in a setting of its own does not make up for the frozen one that fails."""
+    make_arm(tmp_path / "a", "baseline", BASE)
+    make_arm(tmp_path / "a", "oelm_v2", shifted(0.2))
+    make_arm(tmp_path / "b", "baseline", BASE, num_layers=4)
+    make_arm(tmp_path / "b", "orthogonal", shifted(0.0), num_layers=4)
+    assert oelm("verdict", tmp_path).code == 1
+    result = oelm("verdict", tmp_path / "b")
+    assert (result.code, "no frozen arm" in result.out) == (3, True)
+
+
+def test_an_arm_that_diverged_in_one_setting_has_not_passed_in_every_setting(tmp_path):
+    for layers in (2, 4):
+        make_arm(tmp_path / str(layers), "baseline", BASE, num_layers=layers)
+    make_arm(tmp_path / "2", "oelm_v2", shifted(0.0), num_layers=2)
+    make_arm(tmp_path / "4", "oelm_random", shifted(0.0), num_layers=4)
+    for seed in BASE:
+        reason = "loss nan, gradient norm nan at step 3"
+        make_run(tmp_path / "4", f"d{seed}", "oelm_v2", seed, state="failed", reason=reason, num_layers=4)
+    assert judge(tmp_path).arms == {"oelm_v2": "FAIL", "oelm_random": "PASS"}
+
+
+def test_survivors_of_a_divergence_cannot_pass(tmp_path):
+    make_arm(tmp_path, "baseline", {**BASE, 4: 2.0})
+    make_arm(tmp_path, "oelm_v2", shifted(0.0))
+    assert judge(tmp_path).overall == "PASS"
+    diverged(tmp_path, "lost", "oelm_v2", 4)
+    found = judge(tmp_path)
+    assert found.overall == "INCONCLUSIVE"
+    assert "diverged" in {threat.kind for threat in found.threats}
+
+
+def test_a_baseline_that_lost_one_seed_still_is_one(tmp_path):
+    make_arm(tmp_path, "baseline", BASE)
+    diverged(tmp_path, "lost", "baseline", 4)
+    make_arm(tmp_path, "oelm_v2", shifted(0.0))
+    assert judge(tmp_path).overall == "PASS"
+
+
+def test_all_arms_are_compared_on_one_split(tmp_path, oelm):
+    """One run without a test loss: everything moves to validation, and is called so."""
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v2", shifted(0.0), val=2.5)
+    spoilt(tmp_path, "oelm_v2_lr0.001_seed1", test_loss=None)
+    found = judge(tmp_path).settings[0]
+    assert found.setting.split == "val"
+    expected = sum(2.5 - loss for loss in BASE.values()) / 3
+    assert found.judgements["oelm_v2"].plain.mean == pytest.approx(expected)
+    assert "val PPL" in oelm("verdict", tmp_path).out
+
+
+def test_seeds_that_the_baseline_lacks_are_named_and_left_out(tmp_path):
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v2", {**shifted(0.0), 7: 0.5})
+    found = judge(tmp_path)
+    assert list(found.settings[0].setting.judged["oelm_v2"].runs) == [1, 2, 3]
+    assert [t.facts["left_out"] for t in found.threats if t.kind == "seed_sets"] == ["oelm_v2: 7"]
+
+
+def test_a_better_trained_arm_is_the_fair_baseline_even_if_it_lacks_a_seed(tmp_path):
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "orthogonal", {seed: loss for seed, loss in shifted(-0.3).items() if seed < 3})
+    make_arm(tmp_path, "oelm_v2", shifted(0.0))
+    judgement = judge(tmp_path).settings[0].judgements["oelm_v2"]
+    assert (judgement.against, judgement.fair.n, judgement.fair.verdict) == ("orthogonal", 2, "INCONCLUSIVE")
+
+
+def test_arms_that_cannot_be_decided_do_not_weigh_on_the_others(tmp_path):
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v2", shifted(0.0, (0.0, 0.015, -0.015)))  # one-sided p about 0.015
+    assert judge(tmp_path).overall == "PASS"
+    for arm in ("oelm_random", "oelm_matched", "oelm"):
+        make_run(tmp_path, arm, arm, 1, test=2.5)
+    assert judge(tmp_path).overall == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("test_documents.npy", b""),
+        ("metrics.jsonl", b""),
+        ("metrics.jsonl", b'{"kind": ["val"], "step": 20, "loss": 1.0, "seconds": 1}\n'),
+        ("metrics.jsonl", b'{"kind": "val", "step": 20, "loss": 1e400, "seconds": "x"}\n'),
+        ("summary.json", b'{"state": "finished"}'),
+        ("summary.json", b"\xff\xfe"),
+        ("config.toml", b""),
+        ("config.toml", b"x = ["),
+        ("environment.json", b"[]"),
+        ("sample.json", b'{"prompt": [99999999], "sample": [-1]}'),
+    ],
+)
+def test_a_damaged_file_stops_neither_verdict_nor_report_and_is_named(tmp_path, oelm, file, content):
+    make_arm(tmp_path, "baseline", {**BASE, 4: 2.0})
+    make_arm(tmp_path, "oelm_v2", {**shifted(0.0), 4: 2.0})
+    (tmp_path / "oelm_v2_lr0.001_seed4" / file).write_bytes(content)
+    verdict, report = oelm("verdict", tmp_path), oelm("report", tmp_path, "--format", "md")
+    assert (verdict.code, verdict.err, report.code, report.err) == (0, "", 0, "")
+    harmless = file in ("test_documents.npy", "environment.json", "sample.json")
+    assert harmless or "oelm_v2_lr0.001_seed4" in verdict.out
+
+
+@pytest.mark.parametrize("key", ["test_loss", "final_val_loss"])
+@pytest.mark.parametrize("value", ["4.1", float("nan"), float("inf")])
+def test_losses_that_are_no_numbers_are_no_results(tmp_path, oelm, key, value):
+    make_arm(tmp_path, "baseline", {**BASE, 4: 2.0})
+    make_arm(tmp_path, "oelm_v2", {**shifted(0.0), 4: 2.0})
+    spoilt(tmp_path, "oelm_v2_lr0.001_seed4", **{key: value})
+    result = oelm("verdict", tmp_path, "--json")
+    assert result.code == 0
+    found = json.loads(result.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found["settings"][0]["arms"]["oelm_v2"]["seeds"] == [1, 2, 3]
+
+
+def test_a_copied_run_with_another_seed_in_its_config_is_not_a_second_run(tmp_path):
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v2", shifted(0.0))
+    spoilt(tmp_path, "oelm_v2_lr0.001_seed3", seed=1)
+    assert list(judge(tmp_path).study.damaged) == ["oelm_v2_lr0.001_seed3"]
+
+
+def test_losses_beyond_all_bounds_are_still_compared(tmp_path, oelm):
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v2", shifted(900.0))
+    make_run(tmp_path, "hot", "baseline", 1, 9.0, test=1200.0)
+    assert oelm("verdict", tmp_path).code == 1
+    assert oelm("report", tmp_path, "--format", "md").code == 0
+
+
+def test_arms_without_a_common_seed_still_give_a_report(tmp_path, oelm):
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v2", {1: 2.0})
+    make_arm(tmp_path, "oelm_random", {2: 2.0})
+    assert oelm("report", tmp_path, "--format", "md").code == 0
+
+
+def test_a_second_copy_of_a_plan_plans_nothing_new_and_plans_must_agree(tmp_path, oelm):
+    plan = (
+        '[defaults]\npreset = "tiny"\nmax_steps = 20\nmax_lr = 1e-3\n'
+        '[matrix]\nmodel_type = ["baseline", "oelm_v2"]\nseed = [1, 2, 3]\n'
+    )
+    for name in ("p", "q"):
+        (tmp_path / f"{name}.plan.toml").write_text(plan)
+    for seed, loss in BASE.items():
+        make_run(tmp_path, f"baseline_seed{seed}", "baseline", seed, test=loss)
+        make_run(tmp_path, f"oelm_v2_seed{seed}", "oelm_v2", seed, test=loss)
+    assert "INTERIM" not in oelm("verdict", tmp_path).out
+    (tmp_path / "q.plan.toml").write_text(plan + "[verdict]\ncriterion = 1.2\n")
+    result = oelm("verdict", tmp_path)
+    assert (result.code, "give --criterion" in result.err) == (2, True)
+    assert oelm("verdict", tmp_path, "--criterion", 1.1).code == 0
+
+
+def test_a_link_to_a_run_is_no_second_run(tmp_path):
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v2", shifted(0.0))
+    (tmp_path / "latest").symlink_to(tmp_path / "oelm_v2_lr0.001_seed1")
+    assert judge(tmp_path).overall == "PASS"
+
+
+def test_a_reader_that_leaves_early_is_not_told_fail(tmp_path):
+    import subprocess
+    import sys
+
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v2", shifted(0.0))
+    command = [sys.executable, "-m", "oelm", "verdict", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.wait(60) == 141
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("ratio", ["0", "-1", "2", "nan"])
+def test_a_criterion_that_is_no_ratio_is_refused(tmp_path, oelm, ratio):
+    make_arm(tmp_path, "baseline", BASE)
+    assert oelm("verdict", tmp_path, f"--criterion={ratio}").code == 2

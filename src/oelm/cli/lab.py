@@ -153,15 +153,20 @@ def verdict_verb(parser: Parser) -> None:
     oelm verdict outputs/pocket
     oelm verdict outputs/pocket --json
 
-    Exit code: 0 PASS (some frozen arm passes), 1 FAIL (every one fails), 3 INCONCLUSIVE.
+    Exit code: 0 PASS (some frozen arm passes), 1 FAIL (every one fails), 3 INCONCLUSIVE; of an unfinished
+    plan, what the finished runs say so far.
     """
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of run folders")
-    parser.add_argument("--baseline", default="", metavar="ARM", help="default: what the plan says, or baseline")
-    parser.add_argument(
-        "--criterion", type=float, default=0.0, metavar="RATIO", help="largest ratio of perplexities that passes [1.05]"
-    )
+    _rule_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=_verdict)
+
+
+def _rule_flags(parser: Parser) -> None:
+    """What to judge by, where it is not what the plan says."""
+    ratio = "largest ratio of perplexities that passes; default: what the plan says, or 1.05"
+    parser.add_argument("--baseline", default="", metavar="ARM", help="default: what the plan says, or baseline")
+    parser.add_argument("--criterion", type=float, metavar="RATIO", help=ratio)
 
 
 def _verdict(options: argparse.Namespace) -> int:
@@ -181,8 +186,9 @@ def report_verb(parser: Parser) -> None:
     """
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of run folders")
     parser.add_argument("--lang", default="en", metavar="en|zh", help="default en")
-    parser.add_argument("--format", default="html", metavar="html,md,pdf,json", help="default html")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes; default: beside the runs")
+    parser.add_argument("--format", metavar="html,md,pdf,json", help="default html")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes; default: DIR itself")
+    _rule_flags(parser)
     parser.add_argument("--against", choices=["published"], help="add the published figures")
     parser.add_argument("--update", action="store_true", help="only append to the folder's status-log.md")
     parser.set_defaults(run=_report)
@@ -192,10 +198,15 @@ def _report(options: argparse.Namespace) -> None:
     from oelm.report.build import append_status, write_report
 
     if options.update:
+        if options.format or options.out or options.against:
+            raise UserError("--update only appends to DIR/status-log.md: leave --format, --out and --against out")
         print(append_status(options.folder, options.lang))
         return
-    formats = options.format.split(",")
-    for path in write_report(options.folder, options.lang, formats, options.out, options.against == "published"):
+    formats = [name for name in (options.format or "html").split(",") if name]
+    published = options.against == "published"
+    for path in write_report(
+        options.folder, options.lang, formats, options.out, published, options.baseline, options.criterion
+    ):
         print(path)
 
 

@@ -38,6 +38,7 @@ from oelm.files import write_atomic
 from oelm.train.folder import RunFolder
 
 MAX_RUNS = 10_000
+LEAST_CRITERION, MOST_CRITERION = 0.5, 2.0
 COPY = ".plan.toml"
 TABLES = ("out", "defaults", "matrix", "select", "run", "verdict")
 
@@ -275,7 +276,8 @@ class _Reader:
         criterion, baseline = table.get("criterion", 1.05), table.get("baseline", "baseline")
         if not isinstance(baseline, str):
             self.refuse(f"baseline {baseline!r} in [verdict] must be the name of an arm", "baseline")
-        if isinstance(criterion, bool) or not isinstance(criterion, int | float) or not 0 < criterion < 100:
+        number = isinstance(criterion, int | float) and not isinstance(criterion, bool)
+        if not number or not LEAST_CRITERION < criterion < MOST_CRITERION:
             self.refuse(f"criterion {criterion!r} in [verdict] must be a ratio such as 1.05", "criterion")
         return table
 
@@ -288,7 +290,8 @@ def load_plan(path: Path, out: Path | None = None, overrides: dict[str, Any] | N
 def left_plans(root: Path) -> list[Plan]:
     """The plans whose runs lie in `root` or right below, as `oelm run` left them there."""
     found = sorted(path for depth in ("", "*/") for path in root.glob(f"{depth}*{COPY}"))
-    return [load_plan(path, path.parent) for path in found]
+    plans = {(path.parent, path.read_bytes()): path for path in reversed(found)}  # a copy of a copy says nothing new
+    return [load_plan(path, path.parent) for path in reversed(plans.values())]
 
 
 def _identity(run: PlannedRun) -> str:

@@ -38,11 +38,16 @@ class Gap:
 
     @property
     def ratio(self) -> float:
-        return math.exp(self.mean)
+        return perplexity(self.mean)
 
     @property
     def bounds(self) -> tuple[float, float]:
-        return math.exp(self.low), math.exp(self.high)
+        return perplexity(self.low), perplexity(self.high)
+
+
+def perplexity(loss: float) -> float:
+    """Of a loss in nats; one beyond all bounds stays a number."""
+    return math.exp(min(loss, 700.0))
 
 
 def paired_gap(arm: Mapping[int, float], baseline: Mapping[int, float], criterion: float) -> Gap:
@@ -79,15 +84,15 @@ def t_tests(mean: np.ndarray, error: np.ndarray, n: int, bar: float) -> tuple[np
 
 
 def judge(gaps: Mapping[str, Gap], criterion: float) -> dict[str, Gap]:
-    """Give each arm its verdict, with Holm's correction across the arms."""
-    passed = holm({arm: gap.p_pass for arm, gap in gaps.items()})
-    failed = holm({arm: gap.p_fail for arm, gap in gaps.items()})
+    """Give each arm its verdict, with Holm's correction across the arms that have seeds enough to be decided."""
+    family = {arm: gap for arm, gap in gaps.items() if gap.n >= MIN_SEEDS}
+    passed = holm({arm: gap.p_pass for arm, gap in family.items()})
+    failed = holm({arm: gap.p_fail for arm, gap in family.items()})
     judged = {}
     for arm, gap in gaps.items():
-        verdict = PASS if passed[arm] else FAIL if failed[arm] else INCONCLUSIVE
-        if gap.n < MIN_SEEDS:
-            verdict = INCONCLUSIVE
-        needed = seeds_needed(gap, criterion, ALPHA / len(gaps)) if verdict == INCONCLUSIVE and gap.n > 1 else None
+        verdict = PASS if passed.get(arm) else FAIL if failed.get(arm) else INCONCLUSIVE
+        alpha = ALPHA / max(1, len(family))
+        needed = seeds_needed(gap, criterion, alpha) if verdict == INCONCLUSIVE and gap.n > 1 else None
         judged[arm] = replace(gap, verdict=verdict, seeds_needed=needed)
     return judged
 

@@ -48,7 +48,7 @@ class RunWatcher:
 
     def __init__(self, path: Path, name: str = "", planned: RunConfig | None = None) -> None:
         self.folder, self.planned = RunFolder(path), planned
-        self.id = name or path.name
+        self.id = re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", name or path.name)
         self._offset = 0
         self.known: RunConfig | None = None
         """Its config, once it could be read."""
@@ -195,21 +195,25 @@ class LabWatcher:
         for other in same_rate or (pairs if len(pairs) == 1 else []):
             common = watcher.val.keys() & other.val.keys()
             if common:
-                gap = math.exp(watcher.val[max(common)] - other.val[max(common)]) - 1
+                gap = _ppl(watcher.val[max(common)] - other.val[max(common)]) - 1
                 return replace(status, gap=gap)
         return status
 
 
 def _pair_key(config: RunConfig) -> tuple[Any, ...]:
-    return (config.dataset, config.data_path, config.seed, config.max_steps, config.tokens_per_step, config.seq_len)
+    """What two runs must share to be set against each other on the way."""
+    kept = ("dataset", "data_path", "seed", "max_steps", "tokens_per_step", "seq_len", "vocab_size", "d_model",
+            "num_layers", "num_heads", "d_ff", "dropout", "schedule", "warmup_steps", "weight_decay")  # fmt: skip
+    return tuple(getattr(config, key) for key in kept)
 
 
 def find_runs(root: Path) -> list[Path]:
     """Run folders at or below `root`, three levels deep."""
     if (root / "config.toml").is_file():
         return [root]
-    found = [path.parent for depth in ("*", "*/*", "*/*/*") for path in root.glob(f"{depth}/config.toml")]
-    return sorted(found)
+    found = sorted(path.parent for depth in ("*", "*/*", "*/*/*") for path in root.glob(f"{depth}/config.toml"))
+    real = {path.resolve(): path for path in sorted(found, key=os.path.islink, reverse=True)}  # a link is no second run
+    return [path for path in found if real[path.resolve()] == path]
 
 
 def watch_folder(root: Path) -> LabWatcher:

@@ -18,13 +18,20 @@ import numpy as np
 from oelm.arms import ARMS
 from oelm.config import ARM_KEYS, OPERATIONAL, RunConfig
 from oelm.errors import UserError
-from oelm.lab.plan import Plan, left_plans
+from oelm.lab.plan import LEAST_CRITERION, MOST_CRITERION, Plan, left_plans
+from oelm.lab.stats import perplexity
 from oelm.lab.status import LabWatcher, RunStatus
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
 
-VARIED = {"model_type", *ARM_KEYS, "max_lr", "seed", "preset", "val_interval", "vocab_size", "batch_size", "processes"}
+VARIED = {"model_type", *ARM_KEYS, "max_lr", "seed", "preset", "val_interval", "batch_size", "processes"}
 """What may differ between runs of one setting (the batch counts as a whole)."""
+NUMBERS = (
+    "final_val_loss", "best_val_loss", "best_step", "tokens_seen", "epochs", "total_parameters",
+    "trainable_parameters", "frozen_parameters", "median_step_seconds", "wall_seconds", "peak_memory_bytes",
+    "checkpoint_bytes",
+)  # fmt: skip
+"""What the summary of a finished run must hold."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,12 @@ class Run:
         return self.summary.get("final_val_loss", math.inf)
 
     @property
-    def loss(self) -> float:
-        """What is compared: the final step on the test split, or on validation where there is no test split."""
-        found = self.summary.get("test_loss")
-        return self.val_loss if found is None else found
+    def has_test(self) -> bool:
+        return self.summary.get("test_loss") is not None
+
+    def loss(self, split: str) -> float:
+        """Of the final step."""
+        return self.val_loss if split == "val" else self.summary["test_loss"]
 
     @cached_property
     def environment(self) -> list[dict[str, Any]]:
@@ -77,13 +86,16 @@ class Run:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        return self.summary.get("data") or self.folder.read_data()
+        found = self.summary.get("data") or self.folder.read_data()
+        return found if isinstance(found, dict) else {}
 
     @cached_property
     def records(self) -> dict[str, list[dict[str, Any]]]:
+        """Metrics by kind; a record without a loss and a time says nothing."""
         found: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for record in metrics.read(self.folder.metrics):
-            found[record["kind"]].append(record)
+            if _is_number(record.get("loss")) and _is_number(record.get("seconds")):
+                found[record["kind"]].append(record)
         return found
 
     @cached_property
@@ -98,18 +110,53 @@ class Run:
     @cached_property
     def documents(self) -> np.ndarray | None:
         try:
-            return np.load(self.folder.documents, allow_pickle=False)
-        except (OSError, ValueError):
+            rows = np.load(self.folder.documents, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
             return None
+        whole = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1] == 2 and rows.dtype.kind == "f"
+        return rows if whole and np.isfinite(rows).all() else None
+
+    def fault(self) -> str:
+        """Why a finished run cannot be believed, in words; "" if nothing speaks against it."""
+        if not self.finished:
+            return ""
+        for key in NUMBERS:
+            if not _is_number(self.summary.get(key)):
+                return f"summary.json: {key} is {self.summary.get(key)!r}"
+        if self.has_test and not _is_number(self.summary["test_loss"]):
+            return f"summary.json: test_loss is {self.summary['test_loss']!r}"
+        for key, name in (
+            ("model_type", "model_type"),
+            ("dataset", "dataset"),
+            ("seed", "seed"),
+            ("steps", "max_steps"),
+        ):
+            if self.summary.get(key) != getattr(self.config, name):
+                return f"summary.json says {key} {self.summary.get(key)!r}, config.toml {getattr(self.config, name)!r}"
+        if self.config.max_steps not in self.curve or not self.records["train"]:
+            return "metrics.jsonl is not whole"
+        if not all(isinstance(self.data.get(key, {}), dict) for key in ("edges", "tokens")):
+            return "summary.json: data is damaged"
+        return ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Arm:
     """All runs of one arm in one setting."""
 
     name: str
+    config: RunConfig
+    """Of one of its runs: what the arm itself decides is the same for all."""
     by_rate: dict[float, dict[int, Run]] = field(default_factory=lambda: defaultdict(dict))
     """Finished and diverged runs, by learning rate and seed."""
+    split: str = "test"
+    """What is compared; the same for all arms of a setting."""
+    partners: set[int] | None = None
+    """Seeds that the baseline has; None: there is no baseline, or this is it."""
+
+    @property
+    def trained(self) -> bool:
+        return self.config.freeze == "none"
 
     @property
     def rates(self) -> list[float]:
@@ -118,17 +165,37 @@ class Arm:
     @cached_property
     def rate_losses(self) -> dict[float, float]:
         """Final validation loss by learning rate, over the seeds that all rates have."""
-        shared = set.intersection(*(set(by_seed) for by_seed in self.by_rate.values())) if self.by_rate else set()
         return {
-            rate: float(np.mean([by_seed[seed].val_loss for seed in shared or by_seed]))
+            rate: float(np.mean([by_seed[seed].val_loss for seed in self.rate_seeds or by_seed]))
             for rate, by_seed in sorted(self.by_rate.items())
         }
 
     @cached_property
+    def rate_seeds(self) -> set[int]:
+        return set.intersection(*(set(by_seed) for by_seed in self.by_rate.values())) if self.by_rate else set()
+
+    @cached_property
     def rate(self) -> float | None:
-        """The learning rate that speaks for the arm: the lowest final validation loss."""
-        best = min(self.rate_losses, key=lambda rate: self.rate_losses[rate], default=None)
-        return best if best is not None and self.rate_losses[best] < math.inf else None
+        """The learning rate that speaks for the arm: where fewest runs diverge, the lowest final validation loss."""
+
+        def badness(rate: float) -> tuple[int, float]:
+            losses = [run.val_loss for seed, run in self.by_rate[rate].items() if seed in (self.rate_seeds or {seed})]
+            kept = [loss for loss in losses if loss < math.inf]
+            return len(losses) - len(kept), float(np.mean(kept)) if kept else math.inf
+
+        best = min(self.rate_losses, key=badness, default=None)
+        return best if best is not None and badness(best)[1] < math.inf else None
+
+    @property
+    def lost(self) -> list[int]:
+        """Seeds that diverged at the chosen learning rate."""
+        return sorted(seed for seed, run in self._at_rate.items() if run.diverged)
+
+    @property
+    def diverged(self) -> bool:
+        """No run of it came to an end at any learning rate."""
+        ended = [run for by_seed in self.by_rate.values() for run in by_seed.values()]
+        return bool(ended) and all(run.diverged for run in ended)
 
     @property
     def at_edge(self) -> bool:
@@ -136,22 +203,30 @@ class Arm:
 
     @property
     def runs(self) -> dict[int, Run]:
-        """The runs at the chosen learning rate that finished, by seed."""
-        at_rate = self.by_rate.get(self.rate, {}) if self.rate is not None else {}
-        return {seed: run for seed, run in sorted(at_rate.items()) if run.finished}
+        """The finished runs at the chosen learning rate, by seed, of the seeds that the baseline has too."""
+        finished = {seed: run for seed, run in sorted(self._at_rate.items()) if run.finished}
+        return {seed: run for seed, run in finished.items() if self.partners is None or seed in self.partners}
 
     @property
-    def any_run(self) -> Run:
-        return next(run for by_seed in self.by_rate.values() for run in by_seed.values())
+    def unpaired(self) -> list[int]:
+        """Seeds that finished at the chosen learning rate and that the baseline does not have."""
+        return [seed for seed, run in sorted(self._at_rate.items()) if run.finished and seed not in self.runs]
+
+    @property
+    def _at_rate(self) -> dict[int, Run]:
+        return self.by_rate.get(self.rate, {}) if self.rate is not None else {}
+
+    def finished(self) -> list[Run]:
+        return [run for by_seed in self.by_rate.values() for run in by_seed.values() if run.finished]
 
     @property
     def losses(self) -> dict[int, float]:
-        return {seed: run.loss for seed, run in self.runs.items()}
+        return {seed: run.loss(self.split) for seed, run in self.runs.items()}
 
     @property
     def perplexity(self) -> float:
         """Geometric mean over seeds."""
-        return math.exp(float(np.mean(list(self.losses.values()))))
+        return perplexity(float(np.mean(list(self.losses.values()))))
 
 
 @dataclass
@@ -162,6 +237,10 @@ class Setting:
     arms: dict[str, Arm] = field(default_factory=dict)
     name: str = ""
     """The data set, with what else distinguishes this setting from the others of the study."""
+    split: str = "test"
+    """What is compared: test where every finished run has a test loss, else val for all."""
+    mixed: bool = False
+    """Only some of the runs have a test loss."""
 
     @property
     def judged(self) -> dict[str, Arm]:
@@ -176,6 +255,8 @@ class Study:
     settings: list[Setting]
     statuses: list[RunStatus]
     """Of all runs that exist or were planned."""
+    damaged: dict[str, str]
+    """Run folders that are left out, and why."""
     plans: list[Plan]
     baseline: str
     criterion: float
@@ -186,24 +267,38 @@ class Study:
         return ended < max(len(self.statuses), sum(plan.total for plan in self.plans))
 
 
-def load_study(root: Path, baseline: str = "", criterion: float = 0.0) -> Study:
+def load_study(root: Path, baseline: str = "", criterion: float | None = None) -> Study:
     """Read every run below `root`; the plans that were left there say what was meant to be run."""
     if not root.is_dir():
         raise UserError(f"no such folder: {root}")
     plans = left_plans(root)
-    baseline = baseline or next((plan.baseline for plan in plans), "baseline")
-    criterion = criterion or next((plan.criterion for plan in plans), 1.05)
-    if not 0.5 < criterion < 2:
+    baseline = baseline or _agreed("baseline", [plan.baseline for plan in plans], "baseline")
+    if criterion is None:
+        criterion = _agreed("criterion", [plan.criterion for plan in plans], 1.05)
+    elif not LEAST_CRITERION < criterion < MOST_CRITERION:
         raise UserError(f"--criterion {criterion:g}: take a ratio of perplexities such as 1.05")
     statuses = LabWatcher(root, baseline=baseline).look()
     if not statuses:
         raise UserError(f"no run below {root}: start one with oelm train or oelm run")
-    runs = []
+    runs, damaged = [], {}
     for status in statuses:
         folder = RunFolder(Path(status.path))
-        if folder.config_file.exists() and status.state != "unreadable":
-            runs.append(Run(folder, folder.config(), status, folder.read_summary() or {}))
-    return Study(root, runs, _settings(runs, baseline), statuses, plans, baseline, criterion)
+        if status.state == "unreadable":
+            damaged[status.id] = status.reason
+        elif folder.config_file.exists():
+            run = Run(folder, folder.config(), status, folder.read_summary() or {})
+            fault = run.fault()
+            if fault:
+                damaged[run.id] = fault
+            else:
+                runs.append(run)
+    return Study(root, runs, _settings(runs, baseline), statuses, damaged, plans, baseline, criterion)
+
+
+def _agreed(what: str, values: list[Any], default: Any) -> Any:
+    if len(set(values)) > 1:
+        raise UserError(f"the plans here do not agree on the {what} ({', '.join(map(str, values))}): give --{what}")
+    return values[0] if values else default
 
 
 def _settings(runs: Iterable[Run], baseline: str) -> list[Setting]:
@@ -211,7 +306,7 @@ def _settings(runs: Iterable[Run], baseline: str) -> list[Setting]:
     for run in runs:
         values = _setting_of(run)
         setting = found.setdefault(repr(values), Setting(values))
-        arm = setting.arms.setdefault(run.arm, Arm(run.arm))
+        arm = setting.arms.setdefault(run.arm, Arm(run.arm, run.config))
         if not (run.finished or run.diverged):
             continue
         by_seed = arm.by_rate[run.config.max_lr]
@@ -229,6 +324,12 @@ def _settings(runs: Iterable[Run], baseline: str) -> list[Setting]:
                 key=lambda item: (item[0] != baseline, list(ARMS).index(item[0].partition("+")[0])),
             )
         )
+        tested = {run.has_test for arm in setting.arms.values() for run in arm.finished()}
+        setting.split, setting.mixed = "test" if tested == {True} else "val", len(tested) > 1
+        for arm in setting.arms.values():
+            arm.split = setting.split
+            if baseline in setting.arms and arm.name != baseline:
+                arm.partners = set(setting.arms[baseline].runs)
         others = [s for s in settings if s is not setting and s.values["dataset"] == setting.values["dataset"]]
         setting.name = ", ".join([setting.values["dataset"], *differences(setting, others)])
     return settings
@@ -240,6 +341,20 @@ def _setting_of(run: Run) -> dict[str, Any]:
 
 
 def differences(setting: Setting, others: list[Setting]) -> list[str]:
-    """What distinguishes a setting from others, in words: num_layers 8, other data."""
+    """What distinguishes a setting from others, in words: num_layers 8, tokenizer gpt2."""
     keys = [key for key, value in setting.values.items() if any(value != o.values[key] for o in others)]
-    return ["other data" if key == "data" else f"{key} {setting.values[key]}" for key in keys]
+    return [f"{key} {setting.values[key]}" for key in keys if key != "data"] + (
+        [_data_name(setting.values["data"], [o.values["data"] for o in others])] if "data" in keys else []
+    )
+
+
+def _data_name(data: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    names = {str(other.get("tokenizer")) for other in others}
+    if data.get("tokenizer") and names != {data["tokenizer"]}:
+        return f"tokenizer {data['tokenizer']}"
+    digest = str(data.get("source_hash") or data.get("tokenizer_hash") or "unknown")
+    return f"data {digest[:8]}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oelm.lab.stats import MIN_SEEDS
+from oelm.lab.stats import MIN_SEEDS, perplexity
 from oelm.lab.study import Run, Setting, Study, differences
 
 TEXTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -20,7 +20,8 @@ class Threat:
 
     def text(self, language: str) -> str:
         words = TEXTS[language]
-        return words[self.kind].format(**self.facts) + (words["scale_alone"] if self.facts.get("alone") else "")
+        facts = {**self.facts, "why": self.facts.get("why") or words["died"]}
+        return words[self.kind].format(**facts) + (words["scale_alone"] if self.facts.get("alone") else "")
 
 
 def find_threats(study: Study) -> list[Threat]:
@@ -51,11 +52,11 @@ def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
     edge = [arm.name for arm in arms.values() if arm.at_edge]
     if edge:
         yield Threat("edge", {"setting": name, "arms": ", ".join(edge)})
-    few = [arm.name for arm in arms.values() if len(arm.runs.keys() & baseline.runs.keys()) < MIN_SEEDS]
-    if few:
-        yield Threat("seeds", {"setting": name, "arms": ", ".join(few), "least": MIN_SEEDS})
+    yield from _seeds(setting, study)
     edges = some.data.get("edges", {})
-    if some.summary.get("test_loss") is None:
+    if setting.mixed:
+        yield Threat("mixed_splits", {"setting": name})
+    elif setting.split == "val":
         yield Threat("no_test", {"setting": name})
     elif edges.get("val") is not None and edges.get("val") == edges.get("test"):
         yield Threat("val_is_test", {"setting": name})
@@ -63,28 +64,54 @@ def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
         yield Threat("epochs", {"setting": name, "epochs": some.summary["epochs"]})
     for run in baseline.runs.values():
         if run.val_loss > run.summary.get("best_val_loss", math.inf) + 0.005:
-            facts = {"end": math.exp(run.val_loss), "best": math.exp(run.summary["best_val_loss"])}
+            facts = {"end": perplexity(run.val_loss), "best": perplexity(run.summary["best_val_loss"])}
             yield Threat("overfit", {"setting": name, **facts, "step": run.summary["best_step"]})
             break
     yield from _scales(setting, study)
     per_parameter = some.summary["tokens_seen"] / some.summary["total_parameters"]
     if per_parameter < 1:
         yield Threat("short", {"setting": name, "tokens": per_parameter})
-    places = {_place(run) for arm in arms.values() for run in arm.runs.values()}
+    runs = [run for arm in arms.values() for run in arm.runs.values()]
+    places = {_place(run) for run in runs}
     if len(places) > 1:
-        yield Threat("machines", {"setting": name, "places": "; ".join(sorted(place for _, place in places))})
+        yield Threat("machines", {"setting": name, "places": "; ".join(sorted({place for _, place in places}))})
+    versions = {" ".join(str((run.environment or [{}])[-1].get(key)) for key in ("oelm", "torch")) for run in runs}
+    if len(versions) > 1:
+        yield Threat("versions", {"setting": name, "versions": "; ".join(sorted(versions))})
+
+
+def _seeds(setting: Setting, study: Study) -> Iterator[Threat]:
+    """Too few seeds, seeds that only one side has, seeds that diverged, rates that share no seed."""
+    name, baseline = setting.name, setting.judged[study.baseline]
+    arms = {other.name: other for other in setting.arms.values() if other.by_rate}
+    few = [a.name for a in setting.judged.values() if a is not baseline and len(a.runs) < MIN_SEEDS]
+    if few:
+        yield Threat("seeds", {"setting": name, "arms": ", ".join(few), "least": MIN_SEEDS})
+    sets = {arm.name: tuple(arm.runs) for arm in setting.judged.values()}
+    alone = {arm.name: arm.unpaired for arm in arms.values() if arm.unpaired}
+    if len(set(sets.values())) > 1 or alone:
+        shown = "; ".join(f"{arm}: {', '.join(map(str, seeds))}" for arm, seeds in sets.items())
+        left_out = "; ".join(f"{arm}: {', '.join(map(str, seeds))}" for arm, seeds in alone.items()) or "–"
+        yield Threat("seed_sets", {"setting": name, "sets": shown, "left_out": left_out})
+    lost = {arm.name: arm.lost for arm in arms.values() if arm.lost}
+    if lost:
+        shown = "; ".join(f"{arm}: {', '.join(map(str, seeds))}" for arm, seeds in lost.items())
+        yield Threat("diverged", {"setting": name, "arms": shown})
+    apart = [arm.name for arm in arms.values() if len(arm.by_rate) > 1 and not arm.rate_seeds]
+    if apart:
+        yield Threat("rate_seeds", {"setting": name, "arms": ", ".join(apart)})
 
 
 def _scales(setting: Setting, study: Study) -> Iterator[Threat]:
     """Arms whose Q/K start at another scale than the baseline's; worse where no trained arm shares it."""
-    base = setting.judged[study.baseline].any_run.config.qk_scale
+    base = setting.judged[study.baseline].config.qk_scale
     by_scale: dict[float, list[str]] = {}
     for arm in setting.judged.values():
-        by_scale.setdefault(arm.any_run.config.qk_scale, []).append(arm.name)
+        by_scale.setdefault(arm.config.qk_scale, []).append(arm.name)
     for scale, names in by_scale.items():
         if scale == base:
             continue
-        trained = any(setting.judged[name].any_run.trained for name in names)
+        trained = any(setting.judged[name].trained for name in names)
         facts = {"setting": setting.name, "arms": ", ".join(names), "scale": scale, "baseline": base}
         yield Threat("scale", {**facts, "alone": not trained})
 
@@ -92,8 +119,9 @@ def _scales(setting: Setting, study: Study) -> Iterator[Threat]:
 def _failures(study: Study) -> Iterator[Threat]:
     for run in study.runs:
         if run.status.state in ("failed", "died"):
-            why = run.status.reason or "the process died"
-            yield Threat("failed", {"setting": run.config.dataset, "runs": run.id, "why": why})
+            yield Threat("failed", {"setting": run.config.dataset, "runs": run.id, "why": run.status.reason})
+    for name, why in study.damaged.items():
+        yield Threat("damaged", {"run": name, "why": why})
 
 
 def _place(run: Run) -> tuple[str, str]:

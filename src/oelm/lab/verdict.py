@@ -6,14 +6,25 @@ the arm's other choices: the baseline, and those whose Q/K start at the arm's ow
 
 import json
 import math
-from dataclasses import asdict, dataclass
+import statistics
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from oelm.errors import UserError
-from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap, document_bootstrap, judge, paired_gap, speed_ratio
+from oelm.lab.stats import (
+    FAIL,
+    INCONCLUSIVE,
+    PASS,
+    Gap,
+    document_bootstrap,
+    judge,
+    paired_gap,
+    perplexity,
+    speed_ratio,
+)
 from oelm.lab.study import Arm, Run, Setting, Study
 from oelm.lab.threats import Threat, find_threats
 from oelm.lab.watch import make_console
@@ -77,12 +88,22 @@ def reach_verdict(study: Study) -> Verdict:
     settings = [_judge_setting(s, study) for s in study.settings if study.baseline in s.judged and len(s.judged) > 1]
     found: dict[str, list[str]] = {}
     for setting in settings:
-        frozen = {name for name in setting.judgements if not setting.setting.arms[name].any_run.trained}
-        for name, judgement in setting.judgements.items():
-            if name in frozen or not frozen:
-                found.setdefault(name, []).append(judgement.fair.verdict)
+        for name in deciding(setting.setting, study.baseline):
+            found.setdefault(name, []).append(_standing(setting.setting.arms[name], setting))
     arms = {name: _across(verdicts) for name, verdicts in found.items()}
     return Verdict(study, settings, arms, find_threats(study))
+
+
+def deciding(setting: Setting, baseline: str) -> list[str]:
+    """The arms that the verdict is about: the frozen ones; against a frozen baseline, all the others."""
+    every = not setting.arms[baseline].trained
+    return [name for name, arm in setting.arms.items() if name != baseline and (every or not arm.trained)]
+
+
+def _standing(arm: Arm, setting: SettingVerdict) -> str:
+    """An arm's verdict in one setting: one of which every run diverged has failed, one not yet run is undecided."""
+    judgement = setting.judgements.get(arm.name)
+    return judgement.fair.verdict if judgement else FAIL if arm.diverged else INCONCLUSIVE
 
 
 def _across(verdicts: list[str]) -> str:
@@ -93,10 +114,8 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     arms, baseline = setting.judged, setting.judged[study.baseline]
     others = [a for a in arms.values() if a is not baseline and a.losses.keys() & baseline.losses.keys()]
     against = {arm.name: fair_baseline(arm, setting, study.baseline) for arm in others}
-    plain = judge({a.name: paired_gap(a.losses, baseline.losses, study.criterion) for a in others}, study.criterion)
-    fair = judge(
-        {a.name: paired_gap(a.losses, against[a.name].losses, study.criterion) for a in others}, study.criterion
-    )
+    plain = _judged({a: paired_gap(a.losses, baseline.losses, study.criterion) for a in others}, study.criterion)
+    fair = _judged({a: paired_gap(a.losses, against[a.name].losses, study.criterion) for a in others}, study.criterion)
     judgements = {
         arm.name: Judgement(
             plain[arm.name], fair[arm.name], against[arm.name].name, _evaluation_noise(arm, baseline),
@@ -111,16 +130,28 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     return SettingVerdict(setting, judgements, steps)
 
 
+def _judged(gaps: dict[Arm, Gap], criterion: float) -> dict[str, Gap]:
+    """Verdicts, frozen and trained arms apart; an arm that lost a seed to divergence cannot pass on the others."""
+    frozen, trained = ({arm.name: gap for arm, gap in gaps.items() if arm.trained == side} for side in (False, True))
+    judged = {**judge(frozen, criterion), **judge(trained, criterion)}
+    for arm in gaps:
+        if arm.lost and judged[arm.name].verdict == PASS:
+            judged[arm.name] = replace(judged[arm.name], verdict=INCONCLUSIVE)
+    return {arm.name: judged[arm.name] for arm in gaps}
+
+
 def fair_baseline(arm: Arm, setting: Setting, baseline: str) -> Arm:
-    """The best on validation of the trained arms that share the arm's choices other than freezing."""
-    scale = arm.any_run.config.qk_scale
+    """The best on validation of the trained arms that share the arm's choices other than freezing.
+
+    They are compared on the seeds that all of them have; one without a seed in common is left out.
+    """
     seeds = arm.losses.keys() & setting.judged[baseline].losses.keys()
-    shared = [
-        other
-        for other in setting.judged.values()
-        if other.name != arm.name and other.losses.keys() >= seeds
-        if other.name == baseline or (other.any_run.trained and other.any_run.config.qk_scale == scale)
-    ]
+    shared = [setting.judged[baseline]]
+    for other in setting.judged.values():
+        alike = other.trained and other.config.qk_scale == arm.config.qk_scale
+        if alike and other.name not in (arm.name, baseline) and other.losses.keys() & seeds:
+            shared.append(other)
+            seeds &= other.losses.keys()
     return min(shared, key=lambda other: sum(other.runs[seed].val_loss for seed in seeds))
 
 
@@ -135,7 +166,7 @@ def _evaluation_noise(arm: Arm, baseline: Arm) -> tuple[float, float] | None:
     return document_bootstrap(mine.documents, other.documents)
 
 
-def as_json(verdict: Verdict) -> dict[str, Any]:
+def as_json(verdict: Verdict, language: str = "en") -> dict[str, Any]:
     """Everything, as plain values."""
     return {
         "overall": verdict.overall,
@@ -146,9 +177,11 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
         "settings": [
             {
                 "name": s.setting.name,
+                "split": s.setting.split,
                 "arms": {
                     name: {
-                        "test_perplexity": arm.perplexity,
+                        "perplexity": arm.perplexity,
+                        "val_perplexity": perplexity(statistics.fmean(run.val_loss for run in arm.runs.values())),
                         "max_lr": arm.rate,
                         "best_lr_at_edge": arm.at_edge,
                         "seeds": list(arm.runs),
@@ -156,11 +189,11 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
                     }
                     for name, arm in s.setting.judged.items()
                 },
-                "steps": {name: _gap_json(gap) for name, gap in s.steps.items()},
+                "steps": {name: _change_json(gap) for name, gap in s.steps.items()},
             }
             for s in verdict.settings
         ],
-        "threats": [{"kind": threat.kind, "text": threat.text("en")} for threat in verdict.threats],
+        "threats": [{"kind": threat.kind, "text": threat.text(language)} for threat in verdict.threats],
     }
 
 
@@ -176,8 +209,13 @@ def _judgement_json(judgement: Judgement) -> dict[str, Any]:
 
 
 def _gap_json(gap: Gap) -> dict[str, Any]:
-    kept = {k: v for k, v in asdict(gap).items() if k not in ("mean", "low", "high")}
-    return {"ratio": gap.ratio, "bounds": _finite(gap), **kept}
+    """With one seed there is no spread, and nothing to be tested."""
+    tested = ("sd", "p_pass", "p_fail") if gap.n > 1 else ()
+    return {**_change_json(gap), **{k: asdict(gap)[k] for k in (*tested, "verdict", "seeds_needed")}}
+
+
+def _change_json(gap: Gap) -> dict[str, Any]:
+    return {"n": gap.n, "ratio": gap.ratio, "bounds": _finite(gap)}
 
 
 def _finite(gap: Gap) -> list[float] | None:
@@ -197,6 +235,9 @@ def show_verdict(study: Study, to_json: bool) -> int:
 
 
 def _nothing_to_judge(study: Study) -> str:
+    if study.damaged and not study.runs:
+        name, why = next(iter(study.damaged.items()))
+        return f"no run below {study.root} can be read: {name}: {why}"
     if not any(study.baseline in setting.judged for setting in study.settings):
         return f"no finished run of the baseline arm {study.baseline} below {study.root}: nothing to compare with"
     return f"no finished run of another arm at the settings of {study.baseline} below {study.root}: nothing to compare"
@@ -225,13 +266,13 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 
 def _table(s: SettingVerdict) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("arm", "test PPL", "lr", "n", "plain gap", "fair gap", "verdict"):
+    for heading in ("arm", f"{s.setting.split} PPL", "lr", "n", "plain gap", "fair gap", "verdict"):
         table.add_column(heading, no_wrap=True)
     for name, arm in s.setting.judged.items():
         cells = [name, f"{arm.perplexity:.3f}", f"{arm.rate:g}", str(len(arm.runs))]
         judgement = s.judgements.get(name)
         if judgement:
-            needed = f"\n(~{judgement.fair.seeds_needed} seeds)" if judgement.fair.seeds_needed else ""
+            needed = f"\n(~{judgement.fair.seeds_needed} in all)" if judgement.fair.seeds_needed else ""
             fair = f"{_two_lines(judgement.fair)}\nvs {judgement.against}"
             cells += [_two_lines(judgement.plain), fair, judgement.fair.verdict + needed]
         table.add_row(*cells)
@@ -252,10 +293,11 @@ def _two_lines(gap: Gap) -> str:
 
 
 def sentence(verdict: Verdict) -> str:
-    """The verdict in one sentence."""
-    bar = f"{100 * (verdict.study.criterion - 1):g} %"
-    if verdict.overall == PASS:
-        return f"PASS: within {bar} of its fair baseline: {', '.join(verdict.passing)}."
-    if verdict.overall == FAIL:
-        return f"FAIL: every frozen arm is more than {bar} worse than its fair baseline."
-    return f"INCONCLUSIVE: these runs do not tell whether a frozen arm is within {bar} of its fair baseline."
+    """The verdict in one sentence, and where the other frozen arms stand."""
+    bar = f"{verdict.study.criterion:g} x its fair baseline's perplexity"
+    if not verdict.arms:
+        return "INCONCLUSIVE: there is no frozen arm among these runs."
+    words = {PASS: "at most", FAIL: "above", INCONCLUSIVE: "not yet told from"}
+    groups = {kind: [arm for arm, found in verdict.arms.items() if found == kind] for kind in words}
+    order = sorted((kind for kind in groups if groups[kind]), key=lambda kind: kind != verdict.overall)
+    return "\n".join(f"{kind}: {words[kind]} {bar}: {', '.join(groups[kind])}." for kind in order)

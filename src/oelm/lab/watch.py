@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 from rich.live import Live
@@ -35,9 +36,15 @@ STYLES = {
 }
 
 
+class _PipedConsole(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """A reader that has seen enough is not a verdict: rich would leave with 1, which means FAIL."""
+        raise BrokenPipeError
+
+
 def make_console() -> Console:
     """As wide as the terminal; wide enough for any table elsewhere."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+    return _PipedConsole(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
 def show_status(root: Path, watch: bool, as_json: bool) -> None:
@@ -59,7 +66,7 @@ def show_status(root: Path, watch: bool, as_json: bool) -> None:
 
 
 COLUMNS: dict[str, Callable[[RunStatus], str]] = {
-    "run": lambda s: s.id,
+    "run": lambda s: s.id if len(s.id) <= LONGEST_NAME else s.id[: LONGEST_NAME - 1] + "…",
     "arm": lambda s: s.arm,
     "state": lambda s: s.state,
     "step": lambda s: f"{s.step:,}/{_short(s.max_steps)}",
@@ -75,6 +82,7 @@ COLUMNS: dict[str, Callable[[RunStatus], str]] = {
     "PID": lambda s: str(s.pid or ""),
     "why": lambda s: s.reason if s.state != "stopped" else "",
 }
+LONGEST_NAME = 60
 OPTIONAL = ("gap", "GPU", "PID", "why", "left", "finished")
 """Shown when a run has one."""
 LESSER = ("PID", "started", "elapsed", "finished", "%", "arm", "GPU", "loss", "left", "step")
@@ -213,14 +221,18 @@ def compare_runs(runs: list[Path]) -> None:
     """A table of validation losses at common steps, and the curves as a chart of characters."""
     console = make_console()
     curves: dict[str, dict[int, float]] = {}
+    alone = {run: sum(other.resolve().name == run.resolve().name for other in runs) == 1 for run in runs}
+    shapes = set()
     for run in runs:
-        RunFolder(run).config()
-        curves[run.name] = {
+        config = RunFolder(run).config()
+        shapes.add((config.dataset, config.vocab_size, config.d_model, config.num_layers, config.seq_len))
+        name = run.resolve().name if alone[run] else str(run)
+        curves[name] = {
             r["step"]: math.exp(min(r["loss"], 700.0))
             for r in metrics.read(RunFolder(run).metrics, "val")
             if isinstance(r.get("loss"), float) and math.isfinite(r["loss"])
         }
-        if not curves[run.name]:
+        if not curves[name]:
             raise UserError(f"{run} has no validation yet: there is nothing to compare")
     common = sorted(set.intersection(*(set(curve) for curve in curves.values())))
     if not common:
@@ -237,6 +249,8 @@ def compare_runs(runs: list[Path]) -> None:
         table.add_row(f"{step:,}", *(f"{curves[name][step]:.3f}" for name in names), *gaps)
     console.print(table)
     console.print(chart(curves, min(72, console.width - 14)))
+    if len(shapes) > 1:
+        console.print("The runs differ in data or model shape: their perplexities cannot be set against each other.")
 
 
 def chart(curves: dict[str, dict[int, float]], width: int = 72, height: int = 16) -> str:

@@ -5,14 +5,15 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from shlex import quote
 from typing import Any
 
 import numpy as np
 
 from oelm import __version__
-from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap
+from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap, perplexity
 from oelm.lab.study import Arm, Run
-from oelm.lab.verdict import STEPS, SettingVerdict, Verdict
+from oelm.lab.verdict import STEPS, SettingVerdict, Verdict, deciding
 from oelm.report import figures
 from oelm.report.blocks import Block, Code, Document, Figure, Heading, Items, Notice, Table, Text
 from oelm.report.pages import run_pages, when
@@ -28,6 +29,8 @@ REFERENCES = [
     "R. Eldan, Y. Li (2023). TinyStories: how small can language models be and still speak coherent English? "
     "arXiv:2305.07759.",
 ]
+HIGHEST = 50.0
+"""Losses above it are drawn there: no axis reaches further."""
 SHARES = (0.1, 0.3, 0.6, 1.0)
 
 
@@ -54,7 +57,7 @@ def compose(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, Any
         blocks += _published(verdict, w, published)
     blocks += _reproduce(verdict, w)
     blocks += [Heading(w("references")), Items(REFERENCES), Heading(w("runs_title"))]
-    blocks += run_pages(study.runs, w, _split)
+    blocks += run_pages(study.runs, w)
     name = study.plans[0].name if len(study.plans) == 1 else study.root.resolve().name
     subtitle = w("subtitle", version=__version__, date=date, runs=len(study.runs))
     overall = verdict.overall if verdict.settings else ""
@@ -72,9 +75,11 @@ def _verdict(verdict: Verdict, w: Words) -> Iterator[Block]:
         yield Text(w("nothing", baseline=study.baseline), strong=True)
         return
     words = {PASS: "pass", FAIL: "fail", INCONCLUSIVE: "inconclusive"}
-    yield Text(w(words[verdict.overall], arms=_listed(verdict.passing, w), bar=bar), strong=True)
+    headline = words[verdict.overall] if verdict.arms else "no_frozen"
+    yield Text(w(headline, arms=_listed(verdict.passing, w), bar=bar), strong=True)
     several = len(verdict.settings) > 1
-    split = _split(next(iter(verdict.settings[0].setting.judged[study.baseline].runs.values())), w)
+    split = w(verdict.settings[0].setting.split)
+    yield Items([line for s in verdict.settings for line in _standings(s, verdict, w, several)])
     rows = [
         (f"{name} · {s.setting.name}" if several else name, judgement.fair)
         for s in verdict.settings
@@ -85,19 +90,29 @@ def _verdict(verdict: Verdict, w: Words) -> Iterator[Block]:
     yield Text(w("how", split=split))
 
 
+def _standings(s: SettingVerdict, verdict: Verdict, w: Words, several: bool) -> Iterator[str]:
+    """Where every frozen arm stands, in a line each."""
+    for name in deciding(s.setting, verdict.study.baseline):
+        arm = s.setting.arms[name]
+        shown = f"{name} · {s.setting.name}" if several else name
+        judgement = s.judgements.get(name)
+        if judgement is None:
+            yield w("standing_none", arm=shown, why=w("diverged" if arm.diverged else "not_finished"))
+            continue
+        needed = w("standing_seeds", n=judgement.fair.seeds_needed) if judgement.fair.seeds_needed else ""
+        yield w("standing", arm=shown, gap=show_gap(judgement.fair, w), against=judgement.against,
+                verdict=w(judgement.fair.verdict), needed=needed)  # fmt: skip
+
+
 def _listed(names: list[str], w: Words) -> str:
     return ("、" if w.language == "zh" else ", ").join(names)
-
-
-def _split(run: Run, w: Words) -> str:
-    return w("val" if run.summary.get("test_loss") is None else "test")
 
 
 def _status(verdict: Verdict, w: Words) -> Iterator[Block]:
     yield Heading(w("status"))
     rows = [
         [
-            s.id, s.arm, f"{s.state}{f' ({s.reason})' if s.reason else ''}", f"{s.step:,} / {s.max_steps:,}",
+            s.id, s.arm, w(f"state_{s.state}") + (f": {s.reason}" if s.reason else ""), f"{s.step:,} / {s.max_steps:,}",
             when(s.started), when(s.finished), _ppl(s.val_ppl),
             f"{100 * s.gap:+.1f} %" if s.gap is not None else "",
         ]
@@ -120,40 +135,51 @@ def _setting(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
                  clip=config.grad_clip, schedule=config.schedule, warmup=config.warmup_steps))  # fmt: skip
     rows = []
     for name, arm in s.setting.judged.items():
-        arm_config = arm.any_run.config
         rows.append(
-            [name, arm_config.frames, f"{arm_config.qk_scale:.3g}", w("no" if arm.any_run.trained else "yes"),
+            [name, w(f"frames_{arm.config.frames}"), f"{arm.config.qk_scale:.3g}", w("no" if arm.trained else "yes"),
              ", ".join(f"{rate:g}" for rate in arm.rates), ", ".join(map(str, arm.runs))]
         )  # fmt: skip
     yield Table([w(k) for k in ("arm", "qk_start", "qk_std", "frozen", "grid", "seeds")], rows)
-    yield Text(w("controlled"))
+    chosen = any(len(arm.rates) > 1 for arm in s.setting.judged.values())
+    yield Text(w("controlled") + (w("chosen") if chosen else ""))
 
 
 def _results(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
-    split = _split(next(iter(s.setting.judged[verdict.study.baseline].runs.values())), w)
+    split = w(s.setting.split)
     rows = []
     for name, arm in s.setting.judged.items():
         runs = list(arm.runs.values())
         bits = [run.summary["test_bpb"] for run in runs if run.summary.get("test_bpb") is not None]
         rate = f"{arm.rate:g}" + (f" ({w('edge')})" if arm.at_edge else "")
-        seeds = " ".join(_ppl(math.exp(run.loss)) for run in runs)
+        seeds = _listed([f"{seed}: {_ppl(perplexity(loss))}" for seed, loss in arm.losses.items()], w)
         rows.append([name, rate, _ppl(arm.perplexity), seeds, f"{statistics.fmean(bits):.3f}" if bits else "–"])
     yield Table([w("arm"), w("rate"), w("test_ppl", split=split), w("per_seed"), w("bpb")], rows)
     rows = []
     for name, judgement in s.judgements.items():
         noise = judgement.evaluation
+        mine, other = s.setting.judged[name].losses, s.setting.judged[judgement.against].losses
+        per_seed = [f"{seed}: {_percent(loss - other[seed])}" for seed, loss in mine.items() if seed in other]
         rows.append([
-            name, show_gap(judgement.plain, w), show_gap(judgement.fair, w), judgement.against,
-            judgement.fair.verdict, str(judgement.fair.seeds_needed or "–"),
-            f"[{100 * math.expm1(noise[0]):+.1f}, {100 * math.expm1(noise[1]):+.1f}]" if noise else "–",
+            name, show_gap(judgement.plain, w), show_gap(judgement.fair, w), judgement.against, _listed(per_seed, w),
+            w(judgement.fair.verdict), str(judgement.fair.seeds_needed or "–"),
+            f"[{_percent(noise[0])}, {_percent(noise[1])}]" if noise else "–",
         ])  # fmt: skip
-    yield Table([w(key) for key in ("arm", "plain", "fair", "against", "judged", "needed", "noise")], rows)
-    yield Text(w("results_note"))
+    keys = ("arm", "plain", "fair", "against", "fair_per_seed", "judged", "needed", "noise")
+    yield Table([w(key) for key in keys], rows)
+    baseline = s.setting.judged[verdict.study.baseline]
+    seed, first = next(iter(baseline.runs.items()))
+    documents = w("documents", seed=seed, n=len(first.documents)) if first.documents is not None else ""
+    yield Text(w("results_note") + documents)
 
 
 def show_gap(gap: Gap, w: Words) -> str:
-    low, high = (100 * (bound - 1) for bound in gap.bounds)
-    return f"{100 * (gap.ratio - 1):+.1f} " + (f"[{low:+.1f}, {high:+.1f}]" if gap.n > 1 else f"({w('one_seed')})")
+    bounds = f" [{_percent(gap.low)}, {_percent(gap.high)}]" if gap.n > 1 else w("one_seed")
+    return _percent(gap.mean) + bounds
+
+
+def _percent(difference: float) -> str:
+    """A difference of log perplexities as a change in per cent, with a real minus."""
+    return f"{100 * math.expm1(min(difference, 700.0)):+.1f}".replace("-", "−")
 
 
 def _convergence(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
@@ -172,9 +198,11 @@ def _convergence(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Bloc
     for arm in s.setting.judged.values():
         cells = [arm.name]
         for share in SHARES:
-            mine, other = _ppl_at(arm, share), _ppl_at(baseline, share)
-            gap = f" ({100 * (mine / other - 1):+.1f} %)" if mine and other and arm is not baseline else ""
-            cells.append(f"{_ppl(mine)}{gap}" if mine else "–")
+            mine, other = _loss_at(arm, share), _loss_at(baseline, share)
+            shared = mine.keys() & other.keys()
+            gap = statistics.fmean(mine[seed] - other[seed] for seed in shared) if shared else 0.0
+            shown = w("in_brackets", text=_percent(gap)) if shared and arm is not baseline else ""
+            cells.append(_ppl(perplexity(statistics.fmean(mine.values()))) + shown if mine else "–")
         rows.append(cells)
     headings = [w("arm"), *(w("share", share=round(100 * share)) for share in SHARES)]
     yield Table(headings, rows, w("progress_table", baseline=baseline.name))
@@ -184,20 +212,19 @@ def _band(arm: Arm, position: Callable[[Run, int], float]) -> figures.Curve:
     runs = list(arm.runs.values())
     steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
     x = np.array([statistics.fmean(position(run, step) for run in runs) for step in steps])
-    losses = np.array([[min(run.curve[step], 700.0) for step in steps] for run in runs])
+    losses = np.array([[min(run.curve[step], HIGHEST) for step in steps] for run in runs])
     return x, np.exp(losses.mean(0)), np.exp(losses.min(0)), np.exp(losses.max(0))
 
 
-def _ppl_at(arm: Arm, share: float) -> float | None:
-    """Geometric mean over seeds at the validated step nearest to a share of the run; none within a twentieth: None."""
-    losses = []
-    for run in arm.runs.values():
+def _loss_at(arm: Arm, share: float) -> dict[int, float]:
+    """Validation loss by seed at the validated step nearest to a share of the run, if within a twentieth of it."""
+    losses = {}
+    for seed, run in arm.runs.items():
         goal = share * run.config.max_steps
         step = min(run.curve, key=lambda step: abs(step - goal))
-        if abs(step - goal) > 0.05 * run.config.max_steps:
-            return None
-        losses.append(run.curve[step])
-    return math.exp(statistics.fmean(losses))
+        if abs(step - goal) <= 0.05 * run.config.max_steps:
+            losses[seed] = run.curve[step]
+    return losses
 
 
 def _trend(verdict: Verdict, w: Words) -> Iterator[Block]:
@@ -220,10 +247,10 @@ def _ablation(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
         return
     arms = s.setting.judged
     path = [arm for arm in ("baseline", "oelm_random", "oelm_matched", "oelm_v2") if arm in arms]
-    if path[:1] == ["baseline"] and len(path) > 1:
-        seeds = set.intersection(*(set(arms[name].losses) for name in path))
+    seeds = set.intersection(*(set(arms[name].losses) for name in path)) if path else set()
+    if path[:1] == ["baseline"] and len(path) > 1 and seeds:
         mean = {name: statistics.fmean(arms[name].losses[seed] for seed in seeds) for name in path}
-        heights = [100 * math.expm1(mean[name] - mean["baseline"]) for name in path]
+        heights = [100 * math.expm1(min(mean[name] - mean["baseline"], HIGHEST)) for name in path]
         labels = [f"{a} → {b}" for a, b in itertools.pairwise(path)]
         steps = [(label, *ends) for label, ends in zip(labels, itertools.pairwise(heights), strict=True)]
         yield Figure(figures.waterfall(steps, w("ablation_axis")), w("ablation_figure"))
@@ -235,7 +262,7 @@ def _rates(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
     arms = [arm for arm in s.setting.judged.values() if len(arm.by_rate) > 1]
     if not arms:
         return
-    found = {arm.name: {rate: math.exp(loss) for rate, loss in arm.rate_losses.items()} for arm in arms}
+    found = {arm.name: {rate: _or_infinite(loss) for rate, loss in arm.rate_losses.items()} for arm in arms}
     chosen = {arm.name: arm.rate for arm in arms}
     shades = figures.colours(s.setting)
     yield Figure(figures.rates(found, chosen, shades, w("axis_rate"), w("axis_ppl")), w("rates_figure"))
@@ -251,7 +278,7 @@ def _efficiency(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block
     for name, arm in s.setting.judged.items():
         runs = [run.summary for run in arm.runs.values()]
         judgement = s.judgements.get(name)
-        bound = 1 / cost.freezing_bounds(arm.any_run.config)["no_qk_weight_gradient"] if not arm.any_run.trained else 1
+        bound = 1 / cost.speed_bound(arm.config)
         ratio = "1"
         if judgement:
             low, high = judgement.speed.bounds
@@ -273,10 +300,13 @@ def _published(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, 
     yield Heading(w("published"))
     rows = []
     for key, figure in published.items():
-        run = next((run for run in verdict.study.runs if run.id.startswith(key)), None)
+        run = next((run for run in verdict.study.runs if run.folder.path.name.startswith(key)), None)
         other = published.get(str(figure.get("against")))
-        gap = f"{100 * (figure['ppl'] / other['ppl'] - 1):+.1f} %" if other else "–"
-        mine = w("not_run") if run is None else _ppl(run.summary.get("final_perplexity")) or run.status.state
+        gap = _percent(math.log(figure["ppl"] / other["ppl"])) + " %" if other else "–"
+        mine = w("not_run")
+        if run is not None:
+            shown = _ppl(run.summary.get("final_perplexity")) or w(f"state_{run.status.state}")
+            mine = shown + "".join(w("in_brackets", text=text) for text in [_other_settings(run, figure)] if text)
         rows.append(
             [key, figure["dataset"], figure["arm"], f"{figure['max_lr']:g}", f"{figure['steps']:,}",
              f"{figure['ppl']:.4f}", gap, INCONCLUSIVE if other else "–", mine]
@@ -286,32 +316,50 @@ def _published(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, 
     yield Text(w("published_note"))
 
 
+def _other_settings(run: Run, figure: Mapping[str, Any]) -> str:
+    """What a run does otherwise than the published one of its name."""
+    mine = {"dataset": run.config.dataset, "arm": run.config.model_type, "max_lr": run.config.max_lr,
+            "steps": run.config.max_steps}  # fmt: skip
+    alike = {"dataset": str(figure["dataset"]).lower().replace("-", "")}
+    return ", ".join(f"{key} {value}" for key, value in mine.items() if value != alike.get(key, figure[key]))
+
+
 def _reproduce(verdict: Verdict, w: Words) -> Iterator[Block]:
     study = verdict.study
     yield Heading(w("reproduce"))
     parts = [run.environment[-1] for run in study.runs if run.environment]
     if parts:
-        part = parts[-1]
-        yield Text(w("reproduce_text", version=part.get("oelm"), commit=str(part.get("git"))[:12],
-                     device=_devices(parts), torch=part.get("torch"), python=part.get("python")))  # fmt: skip
+        facts = {key: ", ".join(sorted({str(part.get(key))[:12] for part in parts if part.get(key)})) or "?"
+                 for key in ("oelm", "git", "torch", "python")}  # fmt: skip
+        yield Text(w("reproduce_text", version=facts["oelm"], commit=facts["git"], device=_devices(parts, w),
+                     torch=facts["torch"], python=facts["python"]))  # fmt: skip
+    for name, tokenizer in dict.fromkeys((r.config.dataset, str(r.data.get("tokenizer", ""))) for r in study.runs):
+        yield Code(f"oelm prepare {quote(name)} --tokenizer {quote(tokenizer)} --out data/{quote(name)}")
     for plan in study.plans:
-        yield Code(f"oelm run {plan.name}.toml\n\n# {plan.name}.toml\n{plan.text()}".rstrip())
+        yield Code(f"oelm run {quote(plan.name)}.toml")
+        yield Text(f"{plan.name}.toml:")
+        yield Code(plan.text().rstrip())
     if not study.plans:
-        yield Code("\n".join(f"oelm train {run.id}/config.toml --out_dir again/{run.id}" for run in study.runs))
+        names = [quote(run.id) for run in study.runs]
+        yield Code("\n".join(f"oelm train {name}/config.toml --out_dir again/{name}" for name in names))
     for setting in study.settings:
         data: Mapping[str, Any] = setting.values["data"]
         source, tokenizer = str(data.get("source_hash", ""))[:16], str(data.get("tokenizer_hash", ""))[:16]
-        yield Text(f"{setting.name}: " + w("hashes", source=source or "?", tokenizer=tokenizer or "?"))
+        yield Text(w("hashes", setting=setting.name, source=source or "?", tokenizer=tokenizer or "?"))
 
 
-def _devices(parts: list[dict[str, Any]]) -> str:
-    return "; ".join(sorted({f"{p.get('device_name')} ({p.get('threads')} threads)" for p in parts}))
+def _devices(parts: list[dict[str, Any]], w: Words) -> str:
+    return "; ".join(sorted({f"{p.get('device_name')}{w('threads', n=p.get('threads'))}" for p in parts}))
+
+
+def _or_infinite(loss: float) -> float:
+    return math.inf if loss == math.inf else perplexity(min(loss, HIGHEST))
 
 
 def _ppl(value: float | None) -> str:
     if value is None:
         return ""
-    return "∞" if value == math.inf else f"{value:.3f}" if value < 100 else f"{value:,.1f}"
+    return "∞" if value == math.inf else f"{value:.3f}" if value < 100 else f"{value:,.2f}"
 
 
 TITLES: dict[Any, str] = {

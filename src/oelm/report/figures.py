@@ -30,6 +30,8 @@ STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#999999",
     "grid.alpha": 0.3, "legend.frameon": False, "figure.facecolor": "none", "axes.facecolor": "none",
 }  # fmt: skip
+WIDTH = 5.6
+"""Inches; narrow enough for the labels to be read where a telephone shrinks the picture to its width."""
 Curve = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """x, middle, low, high."""
 
@@ -57,7 +59,7 @@ def colours(setting: Setting) -> dict[str, str]:
 
 def gaps(rows: Sequence[tuple[str, Gap]], criterion: float, label: str, limit: str) -> str:
     """Gap per arm with its bounds, and the line that decides."""
-    with _drawing(7.2, 0.9 + 0.42 * len(rows)) as (figure, ax):
+    with _drawing(WIDTH, 0.9 + 0.42 * len(rows)) as (figure, ax):
         for y, (_, gap) in enumerate(rows):
             colour = VERDICTS[gap.verdict]
             low, high = (100 * (bound - 1) for bound in gap.bounds)
@@ -88,7 +90,7 @@ def _horizontal(ax: Axes, names: Sequence[str], label: str) -> None:
 
 def curves(found: Mapping[str, Curve], shades: Mapping[str, str], x_label: str, y_label: str) -> str:
     """Perplexity over training, on a logarithmic axis, with bands over seeds."""
-    with _drawing(7.2, 3.6) as (figure, ax):
+    with _drawing(WIDTH, 3.6) as (figure, ax):
         for name, (x, middle, low, high) in found.items():
             ax.plot(x, middle, color=shades[name], label=name, linewidth=1.6)
             ax.fill_between(x, low, high, color=shades[name], alpha=0.18, linewidth=0)
@@ -120,7 +122,7 @@ def _legend(ax: Axes) -> None:
 def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float | None], shades: Mapping[str, str],
           x_label: str, y_label: str) -> str:  # fmt: skip
     """Final validation perplexity over the learning rate; the chosen one is filled, one that diverged a cross."""
-    with _drawing(7.2, 3.6) as (figure, ax):
+    with _drawing(WIDTH, 3.6) as (figure, ax):
         top = max(v for by_rate in found.values() for v in by_rate.values() if v < math.inf)
         for name, by_rate in found.items():
             x = sorted(by_rate)
@@ -142,7 +144,7 @@ def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float
 
 def waterfall(steps: Sequence[tuple[str, float, float]], label: str) -> str:
     """Bars from where one arm stands to where the next does; `steps` are (label, from, to) in per cent."""
-    with _drawing(7.2, 0.9 + 0.45 * len(steps)) as (figure, ax):
+    with _drawing(WIDTH, 0.9 + 0.45 * len(steps)) as (figure, ax):
         for y, (_, start, end) in enumerate(steps):
             colour = VERDICTS["FAIL"] if end > start else VERDICTS["PASS"]
             ax.barh(y, end - start, left=start, color=colour, alpha=0.55, height=0.6)
@@ -154,9 +156,27 @@ def waterfall(steps: Sequence[tuple[str, float, float]], label: str) -> str:
         return _svg(figure)
 
 
+def speedups(rows: Sequence[tuple[str, float, float, float, float | None]], label: str, bound_label: str) -> str:
+    """Bars with bounds; `rows` are (name, value, low, high, what arithmetic allows at most or None)."""
+    with _drawing(WIDTH, 0.9 + 0.42 * len(rows)) as (figure, ax):
+        for y, (_, value, low, high, bound) in enumerate(rows):
+            ax.barh(y, value, color=COLOURS[1] if y else INK, alpha=0.6, height=0.6)
+            ax.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
+            ax.annotate(f"{value:.3f}", (0, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+            if bound is not None and bound != 1:
+                marker = dict(color=VERDICTS["FAIL"], markersize=12, markeredgewidth=1.6)
+                ax.plot([bound], [y], "|", label=bound_label, **marker)
+                bound_label = "_"  # one entry in the legend
+        ax.axvline(1, color=INK, linewidth=1, linestyle="--")
+        _horizontal(ax, [name for name, *_ in rows], label)
+        if any(bound not in (None, 1) for *_, bound in rows):
+            _legend(ax)
+        return _svg(figure)
+
+
 def trend(settings: Sequence[str], found: Mapping[str, Sequence[Gap | None]], criterion: float, y_label: str) -> str:
     """Gap per arm from setting to setting."""
-    with _drawing(7.2, 3.4) as (figure, ax):
+    with _drawing(WIDTH, 3.4) as (figure, ax):
         for i, (name, row) in enumerate(found.items()):
             shift = 0.08 * (i - (len(found) - 1) / 2)
             colour = COLOURS[(i + 1) % len(COLOURS)]

@@ -1,6 +1,5 @@
 """One page per run: what it was, how it went, what it says."""
 
-import math
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from oelm.config import RunConfig
 from oelm.data.tokenizer import load_tokenizer
 from oelm.errors import UserError
+from oelm.lab.stats import perplexity
 from oelm.lab.study import Run
 from oelm.report import figures
 from oelm.report.blocks import Block, Code, Figure, Heading, Notice, PageBreak, Text
@@ -18,18 +18,17 @@ LEFT_OUT = {"out_dir", "data_path"}
 """Settings that say where, not what."""
 
 
-def run_pages(runs: list[Run], w: Words, split: Callable[[Run, Words], str]) -> Iterator[Block]:
+def run_pages(runs: list[Run], w: Words) -> Iterator[Block]:
     for i, run in enumerate(runs):
         if i:
             yield PageBreak()
         yield Heading(run.id, 3)
         if not run.finished:
-            yield Notice(
-                f"{run.status.state}: {run.status.reason or f'{run.status.step:,} / {run.config.max_steps:,}'}"
-            )
+            where = run.status.reason or f"{run.status.step:,} / {run.config.max_steps:,}"
+            yield Notice(f"{w(f'state_{run.status.state}')}: {where}")
         else:
-            yield from _outcome(run, w, split(run, w))
-        train = [(r["step"], r["loss"]) for r in run.records["train"] if math.isfinite(r["loss"])]
+            yield from _outcome(run, w)
+        train = [(r["step"], r["loss"]) for r in run.records["train"]]
         if train:
             picture = figures.run_curve(train, sorted(run.curve.items()), w("axis_steps"))
             yield Figure(picture, w("run_curve"), wide=False)
@@ -41,11 +40,11 @@ def run_pages(runs: list[Run], w: Words, split: Callable[[Run, Words], str]) -> 
         yield Code(_changed(run.config))
 
 
-def _outcome(run: Run, w: Words, split: str) -> Iterator[Block]:
+def _outcome(run: Run, w: Words) -> Iterator[Block]:
     summary = run.summary
-    best = math.exp(summary["best_val_loss"])
-    yield Text(w("run_result", val=f"{math.exp(run.val_loss):.4f}", split=split, test=f"{math.exp(run.loss):.4f}",
-                 best=f"{best:.4f}", best_step=summary["best_step"]))  # fmt: skip
+    test = w("run_test", ppl=perplexity(run.loss("test"))) if run.has_test else ""
+    yield Text(w("run_result", val=perplexity(run.val_loss), test=test, best=perplexity(summary["best_val_loss"]),
+                 best_step=summary["best_step"]))  # fmt: skip
     device = (run.environment or [{}])[-1].get("device_name", "?")
     yield Text(w("run_time", started=when(summary["started"]), seconds=spoken(summary["wall_seconds"]),
                  ms=1000 * summary["median_step_seconds"], memory=summary["peak_memory_bytes"] / 2**20,
@@ -53,7 +52,10 @@ def _outcome(run: Run, w: Words, split: str) -> Iterator[Block]:
 
 
 def when(moment: str | None) -> str:
-    return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M}" if moment else ""
+    try:
+        return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M}" if moment else ""
+    except (TypeError, ValueError):
+        return "?"
 
 
 def _changed(config: RunConfig) -> str:
@@ -73,7 +75,7 @@ def _sample(run: Run) -> str:
         return ""
     prompt, said = ids
     decode = _decoder(run.data.get("tokenizer", ""), run.data.get("tokenizer_hash", ""), run.folder.path)
-    if decode is None:
+    if decode is None or not all(0 <= token < run.config.vocab_size for token in prompt + said):
         return " ".join(map(str, prompt)) + " | " + " ".join(map(str, said))
     return f"{decode(prompt)}|{decode(said)}"
 

@@ -56,7 +56,11 @@ class RunFolder:
     def config(self) -> RunConfig:
         if not self.config_file.is_file():
             raise UserError(f"{self.path} is not a run folder: it has no config.toml")
-        return resolve({}, load_toml(self.config_file))
+        values = load_toml(self.config_file)
+        missing = [key for key in ("model_type", "dataset", "max_lr", "max_steps", "seed") if key not in values]
+        if missing:
+            raise UserError(f"{self.config_file} is not whole: it has no {missing[0]}")
+        return resolve({}, values)
 
     def differs_from(self, config: RunConfig, apart: Collection[str] = ("vocab_size",)) -> str:
         """The first setting that decides what is computed and is another one here, in words; "" if there is none."""

@@ -86,7 +86,8 @@ def parse(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-        whole = isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
+        whole = isinstance(record, dict) and isinstance(record.get("step"), int)
+        whole = whole and isinstance(record.get("kind"), str)
         return record if whole else None
     except ValueError:
         return None
