@@ -1,5 +1,6 @@
 """The command line: verbs to functions, nothing more. Imports torch only inside the verbs that need it."""
 
+import io
 import os
 import signal
 import sys
@@ -8,7 +9,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from oelm import __version__
-from oelm.cli import lab, model
+from oelm.cli import lab, model, speed
 from oelm.cli.parser import Parser, with_underscores
 from oelm.errors import UserError, nearest
 from oelm.machine import wait_politely
@@ -26,7 +27,13 @@ and find out honestly what that costs.
   oelm report outputs/pocket --lang zh               the report, in Chinese or English
   oelm inspect --model_type oelm_v2                  parameters, FLOPs, memory, bounds
   oelm generate outputs/RUN --prompt "Once upon"     sample from a run
+  oelm bench baseline oelm_sliced                    training steps, timed side by side
+  oelm profile --preset pocket                       where a step's time goes
 """
+
+
+INTERNAL = 70
+"""Exit code of an error that nobody expected (EX_SOFTWARE); 1 would say FAIL."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -34,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
     wait_politely()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without arrows shows the rest
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, _leave)
     try:
@@ -48,12 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (OSError, UnicodeError, RecursionError, MemoryError) as error:
+    except Exception as error:
         if debug:
             raise
+        expected = isinstance(error, OSError | UnicodeError | RecursionError | MemoryError)
         what = " ".join(str(error).split()) or type(error).__name__
+        what = what if expected else f"this should not happen ({type(error).__name__}: {what})"
         print(f"oelm: error: {what} (--debug shows where)".encode(errors="replace").decode(), file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if expected else INTERNAL)
 
 
 def _leave(number: int, frame: object) -> NoReturn:
@@ -106,6 +118,8 @@ VERBS = {
     "report": lab.report_verb,
     "inspect": model.inspect_verb,
     "generate": model.generate_verb,
+    "bench": speed.bench_verb,
+    "profile": speed.profile_verb,
     "demo": lab.demo_verb,
 }
 

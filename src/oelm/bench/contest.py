@@ -1,0 +1,203 @@
+"""`oelm bench`: arms and peers of one shape, interleaved; as a table, JSON, Markdown and a bar chart."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from oelm import __version__
+from oelm.arms import ARMS
+from oelm.bench import measure
+from oelm.bench.measure import Interval, significant
+from oelm.bench.peers import peer
+from oelm.config import RunConfig, resolve
+from oelm.errors import UserError, nearest
+from oelm.files import write_atomic
+from oelm.machine import describe
+from oelm.model import cost
+from oelm.model.gpt import GPT, build_gpt
+from oelm.train.distributed import World
+from oelm.train.step import Update
+from oelm.train.task import Batch
+
+PEERS = ("transformers", "published", "nanogpt")
+SHAPES: dict[str, dict[str, Any]] = {
+    "medium-512": dict(preset="medium-512", batch_size=4),
+    "pocket": dict(preset="pocket"),
+    "bert-base": dict(d_model=768, num_layers=12, num_heads=12, d_ff=3072, seq_len=128, vocab_size=1024, batch_size=16),
+}  # fmt: skip
+"""bert-base: its blocks and width on 16 x 128 tokens, without an output head (the loss is taken of the last layer)."""
+HEADLESS = frozenset({"bert-base"})
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    seconds: float
+    """Median of a whole training step."""
+    tokens_per_second: float
+    of_peak: float
+    """Arithmetic done per second, as a share of the GEMM peak of the same run; causal half of the attention only."""
+    speedup: Interval
+    """Against the first entry."""
+    bound: float | None
+    """Largest speed-up over the baseline that arithmetic allows; None for peers."""
+    memory: int | None
+    """Peak resident bytes over those before the first step; None: not measured."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    shape: str
+    batch: str
+    dropout: float
+    threads: int
+    repeats: int
+    gemm_peak: float
+    entries: list[Entry]
+    machine: dict[str, str]
+
+
+def contender(name: str, shape: str, settings: dict[str, Any], nanogpt: Path | None = None) -> Callable[[], None]:
+    """A whole training step of an arm or a peer, on the same random tokens for all."""
+    config = configure(shape, settings, name if name in ARMS else "baseline")
+    chance = torch.Generator().manual_seed(0)
+    windows = torch.randint(0, config.vocab_size, (config.batch_size, config.seq_len + 1), generator=chance)
+    tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    if name in PEERS:
+        if shape in HEADLESS:
+            raise UserError(f"{shape} has no output head: only arms can be timed on it")
+        step = peer(name, config, nanogpt)
+        return lambda: step(tokens, targets)
+    loss = _headless_loss if shape in HEADLESS else _loss
+    update = Update(build_gpt(config), config, World(0, 1, torch.device("cpu")), loss)
+    turn = iter(range(10**9))
+
+    def train() -> None:
+        update.gradient(next(turn), [(tokens, targets)])
+        update.apply(config.max_lr)
+
+    return train
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    return model(*batch)
+
+
+def _headless_loss(model: nn.Module, batch: Batch) -> Tensor:
+    assert isinstance(model, GPT)
+    return model.hidden(batch[0]).square().mean()
+
+
+def configure(shape: str, settings: dict[str, Any], arm: str = "baseline") -> RunConfig:
+    if shape not in SHAPES:
+        raise UserError(f"unknown shape {shape}: {nearest(shape, SHAPES)}")
+    return resolve({"dropout": 0.0, **SHAPES[shape], **settings, "model_type": arm})
+
+
+def arithmetic(config: RunConfig, shape: str, causal: bool) -> int:
+    """FLOPs of a step: with the causal half of the attention or the whole square, and the head where there is one."""
+    step = cost.flops(config, causal).step
+    head = 6 * config.d_model * config.vocab_size if shape in HEADLESS else 0
+    return (step - head) * config.tokens_per_step
+
+
+def contest(
+    names: Sequence[str],
+    shape: str,
+    settings: dict[str, Any],
+    repeats: int = measure.REPEATS,
+    memory: bool = False,
+    nanogpt: Path | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Contest:
+    """Time a training step of each of `names` (arms or peers), the first being what the others are compared with."""
+    for name in names:
+        if name not in ARMS and name not in PEERS:
+            raise UserError(f"unknown arm or peer {name}: {nearest(name, [*ARMS, *PEERS])}")
+    config = configure(shape, settings)
+    peaks = {} if not memory else {name: measure.memory_of(contender, name, shape, settings, nanogpt) for name in names}
+    products = measure.gemm()
+    steps = {name: contender(name, shape, settings, nanogpt) for name in names}
+    seconds = measure.interleave({**steps, **products}, repeats, tick=tick)
+    peak = max(product.flops / float(np.median(seconds[name])) for name, product in products.items())
+    tokens, full = config.tokens_per_step, arithmetic(config, shape, causal=False)
+    entries = []
+    for name in names:
+        median = float(np.median(seconds[name]))
+        own = configure(shape, settings, name) if name in ARMS else config
+        needed = arithmetic(own, shape, causal=True)
+        bound = full / arithmetic(own, shape, causal=False) if name in ARMS else None
+        speedup = measure.ratio(seconds[names[0]], seconds[name])
+        entries.append(
+            Entry(name, median, tokens / median, needed / median / peak, speedup, bound, peaks.get(name))
+        )  # fmt: skip
+    machine = {"cpu": describe()["cpu"], "torch": torch.__version__, "oelm": __version__}
+    batch = f"{config.batch_size} x {config.seq_len}"
+    return Contest(shape, batch, config.dropout, torch.get_num_threads(), repeats, peak, entries, machine)
+
+
+HEADINGS = [
+    "model",
+    "ms a step",
+    "tokens/s",
+    "of GEMM peak",
+    "speed-up",
+    "95 % bounds",
+    "bound by arithmetic",
+    "memory",
+]
+
+
+def rows(found: Contest) -> list[list[str]]:
+    return [
+        [
+            entry.name,
+            significant(1000 * entry.seconds, 4),
+            significant(entry.tokens_per_second, 4),
+            f"{entry.of_peak:.1%}",
+            f"{entry.speedup.value:.3f}",
+            f"[{entry.speedup.low:.3f}, {entry.speedup.high:.3f}]" if index else "",
+            f"{entry.bound:.3f}" if entry.bound is not None else "",
+            f"{entry.memory / 2**20:,.0f} MiB" if entry.memory is not None else "",
+        ]
+        for index, entry in enumerate(found.entries)
+    ]
+
+
+def caption(found: Contest) -> str:
+    return (
+        f"{found.shape}, {found.batch} tokens a step, dropout {found.dropout:g}, {found.threads} thread(s); "
+        f"{found.repeats} interleaved repeats; GEMM peak {found.gemm_peak / 1e9:.1f} GFLOP/s in the same run; "
+        f"speed-up over {found.entries[0].name}"
+    )
+
+
+def write(found: Contest, prefix: Path) -> list[Path]:
+    """PREFIX.json, PREFIX.md and PREFIX.svg."""
+    from oelm.report import figures, markdown
+    from oelm.report.blocks import Document, Figure, Table, Text
+
+    shown = [(e.name, e.speedup.value, e.speedup.low, e.speedup.high, e.bound) for e in found.entries]
+    svg = figures.speedups(shown, f"speed-up over {found.entries[0].name}", "bound by arithmetic")
+    columns = [i for i, heading in enumerate(HEADINGS) if any(row[i] for row in rows(found))]
+    table = Table([HEADINGS[i] for i in columns], [[row[i] for i in columns] for row in rows(found)])
+    picture = prefix.with_name(prefix.name + ".svg")
+    facts = Text(", ".join(f"{key} {value}" for key, value in found.machine.items()))
+    document = Document(
+        f"oelm bench: {found.shape}", caption(found), "en", "", "", [table, Figure(svg, "speed-up"), facts]
+    )
+    texts = {
+        prefix.with_name(prefix.name + ".json"): json.dumps(asdict(found), indent=2) + "\n",
+        prefix.with_name(prefix.name + ".md"): markdown.render(document, [picture.name]),
+        picture: svg,
+    }
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        write_atomic(path, text.encode())
+    return list(texts)

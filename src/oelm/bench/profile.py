@@ -1,0 +1,137 @@
+"""`oelm profile`: where the time and memory of a training step go, by part of the model.
+
+Every module's forward pass is a named range of torch's profiler. An operation belongs to the innermost
+range around it; one of the backward pass belongs where the forward operation with its sequence number did.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from oelm.config import RunConfig
+from oelm.model.gpt import build_gpt
+from oelm.train.distributed import World, pick_device
+from oelm.train.step import Update
+
+RANGE = "part: "
+BACKWARD = "autograd::engine::evaluate_function: "
+OTHER = "everything else"
+
+
+@dataclass
+class Part:
+    name: str
+    forward: float = 0.0
+    backward: float = 0.0
+    """Seconds of one step."""
+    kept: int = 0
+    """Bytes allocated in the forward pass and not freed in it."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+def profile_step(
+    config: RunConfig, steps: int = 3, trace: Path | None = None, tick: Callable[[], None] = lambda: None
+) -> list[Part]:
+    """Profile `steps` whole training steps on random tokens; parts in the order in which they first run."""
+    device = pick_device(config.device)
+    model = build_gpt(config, device)
+    update = Update(model, config, World(0, 1, device), lambda model, batch: model(*batch))
+    windows = torch.randint(0, config.vocab_size, (config.batch_size, config.seq_len + 1))
+    micro = config.micro_batch or config.batch_size
+    batches = [(part[:, :-1], part[:, 1:]) for part in windows.split(micro)]
+    update.gradient(0, batches)
+    update.apply(config.max_lr)
+    tick()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with ExitStack() as ranges, profile(activities=activities, profile_memory=True) as found:
+        _name_parts(model, ranges)
+        for step in range(1, steps + 1):
+            with record_function(RANGE + "gradient norm and clipping"):
+                update.gradient(step, batches)
+            with record_function(RANGE + "optimizer"):
+                update.apply(config.max_lr)
+            tick()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(trace))
+    return _by_part(list(found.events() or []), steps)
+
+
+def _name_parts(model: nn.Module, ranges: ExitStack) -> None:
+    """Put a range around every module's forward pass, until `ranges` closes."""
+    for name, module in model.named_modules():
+        label = RANGE + part_of(name)
+        stack: list[Any] = []
+
+        def enter(module: nn.Module, inputs: Any, label: str = label, stack: list[Any] = stack) -> None:
+            stack.append(record_function(label))
+            stack[-1].__enter__()
+
+        def leave(module: nn.Module, inputs: Any, output: Any, stack: list[Any] = stack) -> None:
+            stack.pop().__exit__(None, None, None)
+
+        ranges.callback(module.register_forward_pre_hook(enter).remove)
+        ranges.callback(module.register_forward_hook(leave).remove)
+
+
+def part_of(module: str) -> str:
+    """What a module's own operations, outside its children, are called."""
+    if not module:
+        return "output head and loss"
+    last = module.rpartition(".")[2]
+    if last in ("q", "k", "v", "o"):
+        return f"attention {last}"
+    if last in ("tokens", "positions"):
+        return "embeddings"
+    return {"attention": "attention weights", "up": "ffn", "down": "ffn", "dropout": "dropout", "ffn": "gelu"}.get(
+        last, "norms" if last.endswith("norm") else "residual stream"
+    )
+
+
+def _by_part(events: list[Any], steps: int) -> list[Part]:
+    home: dict[int, str] = {}
+    for event in events:
+        name = _range(event)
+        if name and event.sequence_nr >= 0 and not _backward_node(event):
+            home[event.sequence_nr] = name
+    parts: dict[str, Part] = {}
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        node = _backward_node(event)
+        name = home.get(node.sequence_nr, OTHER) if node else _range(event) or OTHER
+        part = parts.setdefault(name, Part(name))
+        seconds = _self_seconds(event) / steps
+        if node:
+            part.backward += seconds
+        else:
+            part.forward += seconds
+            part.kept += event.self_cpu_memory_usage // steps
+    return list(parts.values())
+
+
+def _range(event: Any) -> str | None:
+    """The innermost range around an event, or the event's own."""
+    while event is not None and not event.name.startswith(RANGE):
+        event = event.cpu_parent
+    return event.name.removeprefix(RANGE) if event is not None else None
+
+
+def _backward_node(event: Any) -> Any:
+    """The step of the backward pass that an event belongs to, if any."""
+    while event is not None and not event.name.startswith(BACKWARD):
+        event = event.cpu_parent
+    return event
+
+
+def _self_seconds(event: Any) -> float:
+    """On a GPU the kernels' time, else the operation's own."""
+    on_gpu = getattr(event, "self_device_time_total", 0) or 0
+    return (on_gpu or event.self_cpu_time_total) / 1e6

@@ -1,0 +1,140 @@
+"""Verbs about speed: bench and profile."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from oelm.cli.parser import Parser, add_config_flags, given_settings
+from oelm.errors import UserError
+
+
+def bench_verb(parser: Parser) -> None:
+    """Time training steps of arms and peers, interleaved, against each other and against the machine's limit.
+
+    oelm bench                                             the arms on medium-512
+    oelm bench baseline oelm_sliced --shape bert-base
+    oelm bench baseline transformers published --dropout 0.1
+    oelm bench baseline nanogpt --nanogpt ../nanoGPT --memory --out results/bench-medium
+
+    All contenders take one step, then all take the next, in one process; the first is what the others
+    are compared with. --out PREFIX writes PREFIX.json, PREFIX.md and PREFIX.svg.
+    """
+    names = "arms (see oelm inspect --arms) and peers (transformers, published, nanogpt)"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
+    parser.add_argument(
+        "--shape", default="medium-512", metavar="medium-512|pocket|bert-base", help="default medium-512"
+    )
+    parser.add_argument("--batch_size", type=int, metavar="N", help="windows a step; default: the shape's")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="default 0")
+    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="steps of each (default 30)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores")
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT to compare with")
+    parser.add_argument("--memory", action="store_true", help="also measure each one's peak memory, in its own process")
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.json, PREFIX.md and PREFIX.svg")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> None:
+    if options.repeats < 1 or options.threads < 0:
+        raise UserError("repeats must be 1 or more and threads 0 or more")
+    names = list(dict.fromkeys(options.names)) or ["baseline", "oelm_v2", "oelm_sliced"]
+    from dataclasses import asdict
+
+    import torch
+
+    from oelm.bench.contest import HEADINGS, caption, configure, contest, rows, write
+    from oelm.machine import cores
+
+    torch.set_num_threads(options.threads or cores())
+    settings = {"dropout": options.dropout} | ({"batch_size": options.batch_size} if options.batch_size else {})
+    configure(options.shape, settings)
+    with _ticking(len(names) * (options.repeats + 2), quiet=options.json) as tick:
+        found = contest(names, options.shape, settings, options.repeats, options.memory, options.nanogpt, tick)
+    if options.json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        _show(HEADINGS, rows(found), caption(found))
+    if options.out:
+        for path in write(found, options.out):
+            if not options.json:
+                print(path)
+
+
+def profile_verb(parser: Parser) -> None:
+    """Where the time and memory of a training step go, by part of the model.
+
+    oelm profile --preset medium-512 --batch_size 4
+    oelm profile outputs/GPT-01_baseline --trace trace.json     (open it in chrome://tracing or Perfetto)
+    """
+    parser.add_argument("config", nargs="?", type=Path, metavar="FILE.toml|RUN", help="settings, or a run folder")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to average over (default 3)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="also write a Chrome trace")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_config_flags(parser)
+    parser.usage = "oelm profile [FILE.toml|RUN] [--steps N] [--trace FILE] [--json] [--SETTING VALUE ...]"
+    parser.set_defaults(run=_profile)
+
+
+def _profile(options: argparse.Namespace) -> None:
+    if options.steps < 1:
+        raise UserError("steps must be 1 or more")
+    from oelm.config import load_toml, resolve
+
+    path = options.config
+    file = load_toml(path / "config.toml" if path.is_dir() else path) if path else {}
+    config = resolve(given_settings(options), file)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own chatter
+    from dataclasses import asdict
+
+    import torch
+
+    from oelm.bench.profile import profile_step
+    from oelm.machine import cores
+
+    torch.set_num_threads(config.threads or cores())
+    with _ticking(options.steps + 1, quiet=options.json) as tick:
+        parts = profile_step(config, options.steps, options.trace, tick)
+    if options.json:
+        print(json.dumps([asdict(part) for part in parts], indent=2))
+        return
+    whole = sum(part.seconds for part in parts)
+    table = [
+        [part.name, f"{1000 * part.forward:,.1f}", f"{1000 * part.backward:,.1f}", f"{part.seconds / whole:.1%}",
+         f"{part.kept / 2**20:,.1f}"]
+        for part in sorted(parts, key=lambda part: -part.seconds)
+    ]  # fmt: skip
+    batch = f"{config.batch_size} x {config.seq_len}"
+    title = f"{config.model_type} at {config.preset}, {batch} tokens a step: {1000 * whole:,.1f} ms"
+    _show(["part", "forward ms", "backward ms", "share", "kept MiB"], table, title)
+    if options.trace:
+        print(options.trace)
+
+
+def _show(headings: list[str], rows: list[list[str]], caption: str) -> None:
+    """A table without the columns that nothing stands in."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    columns = [i for i in range(len(headings)) if any(row[i] for row in rows)]
+    for i in columns:
+        table.add_column(headings[i], justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*(row[i] for i in columns))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"\n{caption}")
+
+
+@contextmanager
+def _ticking(steps: int, quiet: bool) -> Iterator[Callable[[], None]]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    with Progress(*columns, transient=True, disable=quiet) as bar:
+        task = bar.add_task("", total=steps)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,105 @@
+import json
+
+import pytest
+import torch
+
+from oelm.bench import contest as module
+from oelm.bench.contest import arithmetic, configure, contender
+from oelm.config import resolve
+
+
+@pytest.mark.parametrize(
+    ("shape", "arm", "bound"), [("medium-512", "oelm_sliced", 1.071), ("medium-512", "oelm_v2", 1.022),
+                                ("bert-base", "oelm_sliced", 1.194), ("bert-base", "oelm_v2", 1.057)],
+)  # fmt: skip
+def test_bounds_are_the_published_arithmetic(shape, arm, bound):
+    full, less = (arithmetic(configure(shape, {}, name), shape, causal=False) for name in ("baseline", arm))
+    assert full / less == pytest.approx(bound, abs=6e-4)
+
+
+def test_the_arithmetic_of_medium_512_is_277_megaflop_a_token():
+    config = configure("medium-512", {})
+    assert arithmetic(config, "medium-512", causal=True) / config.tokens_per_step / 1e6 == pytest.approx(277, abs=0.5)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    tiny = dict(d_model=16, num_layers=1, num_heads=2, d_ff=32, seq_len=8, vocab_size=64, batch_size=2)
+    for shape in module.SHAPES:
+        monkeypatch.setitem(module.SHAPES, shape, tiny)
+    monkeypatch.setattr(module.measure, "gemm", lambda: {"gemm": module.measure.Gemm(8, 8, 8)})
+
+
+def test_a_table_a_picture_and_json_are_written(small, oelm, tmp_path):
+    result = oelm("bench", "baseline", "oelm_sliced", "published", "--repeats", 3, "--out", tmp_path / "a" / "b.c")
+    assert result.code == 0, result.err
+    assert [path.name for path in sorted((tmp_path / "a").iterdir())] == ["b.c.json", "b.c.md", "b.c.svg"]
+    found = json.loads((tmp_path / "a" / "b.c.json").read_text())
+    assert [entry["name"] for entry in found["entries"]] == ["baseline", "oelm_sliced", "published"]
+    assert found["entries"][0]["speedup"]["value"] == 1.0
+    assert found["repeats"] == 3
+    assert "oelm_sliced" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("oelm_slicd",), "did you mean oelm_sliced"),
+        (("--shape", "medum-512"), "did you mean medium-512"),
+        (("--repeats", "0"), "repeats must be 1 or more"),
+        (("baseline", "nanogpt"), "--nanogpt DIR"),
+        (("baseline", "nanogpt", "--nanogpt", "nowhere"), "model.py is not there"),
+        (("baseline", "published", "--shape", "bert-base"), "only arms"),
+        (("--dropout", "1.5"), "dropout"),
+    ],
+)
+def test_a_contest_that_cannot_be_is_refused_in_one_line(small, oelm, arguments, message):
+    result = oelm("bench", *arguments)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert message in result.err
+
+
+def test_every_contender_learns(small):
+    """A step is a whole step: the loss of its batch falls."""
+    for name in ("baseline", "oelm_v2", "oelm_shared", "oelm_sliced", "transformers", "published"):
+        if name == "transformers":
+            pytest.importorskip("transformers")
+        made = []
+        original = torch.nn.Module.__init__
+
+        def note(self, *args, original=original, made=made, **options):
+            made.append(self)
+            original(self, *args, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.Module, "__init__", note)
+            step = contender(name, "pocket", {"max_lr": 1e-2})
+        before = {id(p): p.detach().clone() for m in made for p in m._parameters.values() if p is not None}
+        step()
+        now = {id(p): p for m in made for p in m._parameters.values() if p is not None}
+        assert any(not torch.equal(now[key], value) for key, value in before.items()), name
+
+
+def test_profile_finds_every_part_and_accounts_for_the_backward_pass(oelm, tmp_path):
+    shape = ("--preset", "tiny", "--dropout", 0.1, "--steps", 2, "--threads", 1)
+    result = oelm("profile", *shape, "--json", "--trace", tmp_path / "t" / "trace.json")
+    assert result.code == 0, result.err
+    parts = {part["name"]: part for part in json.loads(result.out)}
+    expected = {"embeddings", "norms", "attention weights", "ffn", "gelu", "output head and loss", "dropout"}
+    expected |= {f"attention {role}" for role in "qkvo"} | {"optimizer", "gradient norm and clipping"}
+    assert expected <= parts.keys()
+    for name in ("ffn", "attention weights", "attention q", "norms"):
+        assert parts[name]["backward"] > 0, name
+    assert sum(p["seconds"] if "seconds" in p else p["forward"] + p["backward"] for p in parts.values()) > 0
+    unexplained = parts.get("everything else", {"forward": 0.0, "backward": 0.0})
+    whole = sum(part["forward"] + part["backward"] for part in parts.values())
+    assert unexplained["forward"] + unexplained["backward"] < 0.25 * whole
+    assert "traceEvents" in json.loads((tmp_path / "t" / "trace.json").read_text())
+
+
+def test_what_the_forward_pass_keeps_is_counted_by_part(oelm):
+    shape = ("--preset", "tiny", "--steps", 1, "--threads", 1, "--batch_size", 64, "--json")
+    parts = {part["name"]: part for part in json.loads(oelm("profile", *shape).out)}
+    config = resolve({"preset": "tiny", "batch_size": 64})
+    gelu = config.num_layers * 64 * config.seq_len * config.d_ff * 4  # its output; its input belongs to ffn
+    assert parts["gelu"]["kept"] == gelu

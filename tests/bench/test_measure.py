@@ -1,0 +1,30 @@
+import numpy as np
+import pytest
+import torch
+
+from oelm.bench import measure
+
+
+def test_contenders_take_turns_and_the_beginner_changes():
+    order = []
+    steps = {name: lambda name=name: order.append(name) for name in "abc"}
+    seconds = measure.interleave(steps, repeats=3, warmup=1)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_the_ratio_is_that_of_medians_and_its_bounds_hold_the_spread():
+    slow, fast = np.array([2.0, 2.2, 2.1, 9.0, 2.0]), np.array([1.0, 1.1, 1.0, 1.0, 5.0])
+    found = measure.ratio(slow, fast)
+    assert found.value == 2.1
+    assert found.low <= 2.1 <= found.high
+    exact = measure.ratio(np.full(30, 3.0), np.full(30, 1.5))
+    assert (exact.value, exact.low, exact.high) == (2.0, 2.0, 2.0)
+
+
+def allocate(megabytes):
+    return lambda: torch.ones(megabytes * 2**18).sum()
+
+
+def test_memory_is_what_a_step_adds_at_its_peak():
+    assert measure.memory_of(allocate, 200) == pytest.approx(200 * 2**20, rel=0.1)
