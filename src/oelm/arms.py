@@ -20,9 +20,9 @@ class Arm:
 
 
 ARMS: dict[str, Arm] = {
-    "baseline": Arm("normal", "none", "Q/K from N(0, 0.02) like every other matrix, trained"),
+    "baseline": Arm("normal", "none", "Q/K from N(0, 0.02²) like every other matrix, trained"),
     "oelm_v2": Arm("orthogonal", "qk", "OELM-Freeze: head-wise orthogonal Q/K, frozen"),
-    "oelm_random": Arm("normal", "qk", "OELM-Random, the published control: Q/K from N(0, 0.02), frozen"),
+    "oelm_random": Arm("normal", "qk", "OELM-Random, the published control: Q/K from N(0, 0.02²), frozen"),
     "oelm_matched": Arm("matched", "qk", "the fair control: Q/K from N(0, 1/d_model), frozen"),
     "oelm": Arm("global", "qk", "OELM v1: one orthogonal d_model x d_model matrix for all heads, frozen"),
     "oelm_shared": Arm("shared", "qk", "head-wise orthogonal Q/K, one frame for all layers, frozen"),

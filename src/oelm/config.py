@@ -37,7 +37,7 @@ class ArmFields(_Fields):
     model_type: str = "baseline"
     """Arm: sets `frames` and `freeze` (see `oelm inspect --arms`)."""
     frames: Literal["normal", "matched", "orthogonal", "global", "shared", "sliced"] = "normal"
-    """How Q/K start: N(0, 0.02), N(0, 1/d_model), orthonormal rows per head, one orthogonal matrix, orthonormal
+    """How Q/K start: N(0, 0.02²), N(0, 1/d_model), orthonormal rows per head, one orthogonal matrix, orthonormal
     rows per head that all layers share, or no matrix at all: a head reads its own slice of the input."""
     sliced_keys: Literal["tied", "next", "shuffled"] = "tied"
     """With sliced frames, a head's key: its query's slice, the next head's, or every num_heads-th channel."""

@@ -73,7 +73,7 @@ class GPT(nn.Module):
         tensor                     start
         -------------------------  ----------------------------------------------
         attention.q, attention.k   a frame of the arm's kind (oelm.model.frames)
-        every other matrix         N(0, 0.02), embeddings included
+        every other matrix         N(0, 0.02²), embeddings included
         norm weights               1
         biases                     0
         """
