@@ -174,6 +174,21 @@ def speedups(rows: Sequence[tuple[str, float, float, float, float | None]], labe
         return _svg(figure)
 
 
+def proportional(points: Sequence[tuple[str, float, float]], x_label: str, y_label: str) -> str:
+    """Named points, and the line through the origin that fits them best."""
+    x, y = (np.array([point[i] for point in points]) for i in (1, 2))
+    slope = float((x * y).sum() / (x * x).sum())
+    with _drawing(WIDTH, 3.6) as (figure, ax):
+        ax.plot([0, x.max()], [0, slope * x.max()], color=INK, linewidth=1, linestyle="--")
+        ax.plot(x, y, "o", color=COLOURS[1])
+        for name, at_x, at_y in points:
+            ax.annotate(name, (at_x, at_y), xytext=(5, -9), textcoords="offset points", fontsize=8)
+        ax.set_xlim(0, 1.2 * x.max())
+        ax.set_ylim(0, 1.1 * y.max())
+        _labels(ax, x_label, y_label)
+        return _svg(figure)
+
+
 def trend(settings: Sequence[str], found: Mapping[str, Sequence[Gap | None]], criterion: float, y_label: str) -> str:
     """Gap per arm from setting to setting."""
     with _drawing(WIDTH, 3.4) as (figure, ax):

@@ -1,0 +1,65 @@
+"""Time per token of a training step against its arithmetic: over the context length and over the width.
+
+    python -m bench.scaling --out results/bench-scaling
+
+All sizes are interleaved, 2,048 tokens a step, GPT-2's vocabulary. Writes PREFIX.json, PREFIX.md and PREFIX.svg.
+If everything ran at one speed, the points would lie on a line through the origin.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from oelm.bench.contest import arithmetic, configure, contender
+from oelm.bench.measure import interleave
+from oelm.files import write_atomic
+from oelm.machine import cores
+from oelm.report.figures import proportional
+
+TOKENS = 2_048
+SIZES = [
+    *((f"context {length}", dict(seq_len=length)) for length in (256, 512, 1024, 2048)),
+    *((f"width {width}", dict(d_model=width, num_heads=width // 64, d_ff=4 * width)) for width in (128, 256, 384, 768)),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(cores())
+    settings = {name: {**size, "batch_size": TOKENS // size.get("seq_len", 512)} for name, size in SIZES}
+    steps = {name: contender("baseline", "medium-512", values) for name, values in settings.items()}
+    seconds = interleave(steps, options.repeats, warmup=1)
+    rows = []
+    for name, values in settings.items():
+        flops = arithmetic(configure("medium-512", values), "medium-512", causal=True) / TOKENS
+        time = float(np.median(seconds[name])) / TOKENS
+        rows.append(
+            {"size": name, "megaflop": flops / 1e6, "microseconds": 1e6 * time, "gflop_per_s": flops / time / 1e9}
+        )
+    table = "\n".join(
+        f"| {r['size']} | {r['megaflop']:.0f} | {r['microseconds']:.0f} | {r['gflop_per_s']:.1f} |" for r in rows
+    )
+    name = options.out.name
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(
+        options.out.with_name(f"{name}.json"), json.dumps({"repeats": options.repeats, "sizes": rows}, indent=2)
+    )
+    points = [(str(r["size"]), float(r["megaflop"]), float(r["microseconds"])) for r in rows]
+    write_atomic(options.out.with_name(f"{name}.svg"), proportional(points, "MFLOP per token", "µs per token"))
+    text = (
+        f"# Time per token against arithmetic\n\nMedium-512 with one size changed, {TOKENS:,} tokens a step, "
+        f"{torch.get_num_threads()} threads, medians of {options.repeats} interleaved repeats.\n\n"
+        f"| size | MFLOP per token | µs per token | GFLOP/s |\n|---|---|---|---|\n{table}\n\n![time]({name}.svg)\n"
+    )
+    write_atomic(options.out.with_name(f"{name}.md"), text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
