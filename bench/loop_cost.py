@@ -73,7 +73,8 @@ def processes(config: RunConfig, data: TokenData, rounds: int, steps: int) -> di
             for size in (1, 2) if turn % 2 == 0 else (2, 1):
                 out = Path(place) / f"{turn}-{size}"
                 launcher = ["torchrun", "--standalone", f"--nproc_per_node={size}"] if size > 1 else [sys.executable]
-                flags = {"data_path": short, "dropout": 0.0, "max_steps": steps, "batch_size": config.batch_size // size, "threads": 2 // size,
+                flags = {"data_path": short, "dropout": 0.0, "max_steps": steps, "threads": 2 // size,
+                         "batch_size": config.batch_size // size,
                          "out_dir": out, "device": "cpu"}  # fmt: skip
                 words = [f"--{key}={value}" for key, value in flags.items()]
                 subprocess.run([*launcher, "-m", "oelm", "train", *words], check=True, capture_output=True)

@@ -121,7 +121,7 @@ def test_several_data_sets_are_set_side_by_side(tmp_path):
 
 def test_the_verdict_stands_first_in_both_languages(made, text, tmp_path):
     assert "FAIL: every arm with frozen Q/K is worse than its fair baseline by more than 5 %" in text[:700]
-    assert "- oelm\\_random: +20.0 \\[+20.0, +20.0\\] % against baseline: FAIL" in text[:700]
+    assert "- oelm\\_random: +20.0 % \\[+20.0, +20.0\\] against baseline: FAIL" in text[:700]
     assert "未通过（FAIL）" in read(made, "zh", out=tmp_path)[:400]
 
 

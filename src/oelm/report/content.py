@@ -100,7 +100,7 @@ def _standings(s: SettingVerdict, verdict: Verdict, w: Words, several: bool) -> 
             yield w("standing_none", arm=shown, why=w("diverged" if arm.diverged else "not_finished"))
             continue
         needed = w("standing_seeds", n=judgement.fair.seeds_needed) if judgement.fair.seeds_needed else ""
-        yield w("standing", arm=shown, gap=show_gap(judgement.fair, w), against=judgement.against,
+        yield w("standing", arm=shown, gap=show_gap(judgement.fair, w, " %"), against=judgement.against,
                 verdict=w(judgement.fair.verdict), needed=needed)  # fmt: skip
 
 
@@ -172,9 +172,9 @@ def _results(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
     yield Text(w("results_note") + documents)
 
 
-def show_gap(gap: Gap, w: Words) -> str:
+def show_gap(gap: Gap, w: Words, unit: str = "") -> str:
     bounds = f" [{_percent(gap.low)}, {_percent(gap.high)}]" if gap.n > 1 else w("one_seed")
-    return _percent(gap.mean) + bounds
+    return _percent(gap.mean) + unit + bounds
 
 
 def _percent(difference: float) -> str:
