@@ -342,3 +342,13 @@ def test_a_reader_that_leaves_early_is_not_told_fail(tmp_path):
 def test_a_criterion_that_is_no_ratio_is_refused(tmp_path, oelm, ratio):
     make_arm(tmp_path, "baseline", BASE)
     assert oelm("verdict", tmp_path, f"--criterion={ratio}").code == 2
+
+
+def test_a_speed_up_beyond_what_arithmetic_allows_is_named_a_disturbance(tmp_path):
+    """Frozen Q/K of the tiny shape save a few per cent of a step: 0.97 can be, 0.60 cannot."""
+    make_arm(tmp_path, "baseline", BASE, step_seconds=0.100)
+    make_arm(tmp_path, "oelm_v2", shifted(0.0), step_seconds=0.097)
+    make_arm(tmp_path, "oelm_random", shifted(0.0), step_seconds=0.060)
+    (threat,) = [threat for threat in judge(tmp_path).threats if threat.kind == "timing"]
+    assert threat.facts["arms"].startswith("oelm_random: 0.60 < 0.9")
+    assert "oelm_v2" not in threat.facts["arms"]

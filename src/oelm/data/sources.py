@@ -7,6 +7,7 @@ to the piece in which it starts, so the pieces in order give every document once
 import hashlib
 import json
 import re
+import shlex
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -321,3 +322,12 @@ def hash_texts(texts: list[bytes]) -> np.ndarray:
     """64-bit content hashes: they decide the split of a document and find it again in another."""
     digests = b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts)
     return np.frombuffer(digests, dtype="<u8")
+
+
+def prepare_command(dataset: str, tokenizer: str, place: str) -> str:
+    """What to type for the data set; a suffix that names the tokenizer is not part of the corpus's name."""
+    name = dataset.removesuffix("-" + tokenizer.replace(":", ""))
+    words = ["oelm", "prepare", name, *([] if name in CORPORA else ["--from", "PATH"])]
+    if tokenizer != "gpt2" or place != f"data/{name}":
+        words += ["--tokenizer", tokenizer, "--out", place]
+    return shlex.join(words)

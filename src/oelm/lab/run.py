@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from oelm.config import RunConfig
-from oelm.data.sources import CORPORA
+from oelm.data.sources import prepare_command
 from oelm.data.tokens import check_data, data_root, open_data
 from oelm.errors import UserError, nearest
 from oelm.lab.gpus import GpuPool
@@ -130,10 +130,7 @@ def missing_data(runs: list[PlannedRun]) -> list[str]:
         place = Path(key[1]) if key[1] else data_root() / key[0]
         if not place.is_dir():
             tokenizer = {1024: "bpe:1024", 257: "bytes"}.get(mine[0].vocab_size, "gpt2")
-            name = key[0].removesuffix("-bpe1024")
-            extra = "" if name in CORPORA else " --from PATH"
-            extra += f" --tokenizer {tokenizer} --out {place}" if tokenizer != "gpt2" or key[1] else ""
-            commands.append(f"oelm prepare {name}{extra}")
+            commands.append(prepare_command(key[0], tokenizer, str(place)))
             continue
         data = open_data(*key)
         for shape in {(c.seq_len, data.vocab_size or c.vocab_size) for c in mine}:

@@ -7,6 +7,7 @@ the arm's other choices: the baseline, and those whose Q/K start at the arm's ow
 import json
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -91,7 +92,19 @@ def reach_verdict(study: Study) -> Verdict:
         for name in deciding(setting.setting, study.baseline):
             found.setdefault(name, []).append(_standing(setting.setting.arms[name], setting))
     arms = {name: _across(verdicts) for name, verdicts in found.items()}
-    return Verdict(study, settings, arms, find_threats(study))
+    return Verdict(study, settings, arms, [*find_threats(study), *_impossible_times(settings)])
+
+
+def _impossible_times(settings: list[SettingVerdict]) -> Iterator[Threat]:
+    """Arms that were faster than the arithmetic they save allows: then something else was timed."""
+    from oelm.model.cost import speed_bound
+
+    for s in settings:
+        least = {name: 1 / speed_bound(s.setting.arms[name].config) for name in s.judgements}
+        found = [n for n, j in s.judgements.items() if j.speed.n > 1 and j.speed.bounds[1] < least[n]]
+        if found:
+            shown = "; ".join(f"{n}: {s.judgements[n].speed.ratio:.2f} < {least[n]:.3f}" for n in found)
+            yield Threat("timing", {"setting": s.setting.name, "arms": shown})
 
 
 def deciding(setting: Setting, baseline: str) -> list[str]:

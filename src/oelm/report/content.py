@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from oelm import __version__
+from oelm.data.sources import prepare_command
 from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap, perplexity
 from oelm.lab.study import Arm, Run
 from oelm.lab.verdict import STEPS, SettingVerdict, Verdict, deciding
@@ -152,19 +153,22 @@ def _results(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
         bits = [run.summary["test_bpb"] for run in runs if run.summary.get("test_bpb") is not None]
         rate = f"{arm.rate:g}" + (f" ({w('edge')})" if arm.at_edge else "")
         seeds = _listed([f"{seed}: {_ppl(perplexity(loss))}" for seed, loss in arm.losses.items()], w)
-        rows.append([name, rate, _ppl(arm.perplexity), seeds, f"{statistics.fmean(bits):.3f}" if bits else "–"])
-    yield Table([w("arm"), w("rate"), w("test_ppl", split=split), w("per_seed"), w("bpb")], rows)
+        judgement = s.judgements.get(name)
+        other = s.setting.judged[judgement.against].losses if judgement else {}
+        gaps = [f"{seed}: {_percent(loss - other[seed])}" for seed, loss in arm.losses.items() if seed in other]
+        shown = f"{statistics.fmean(bits):.3f}" if bits else "–"
+        rows.append([name, rate, _ppl(arm.perplexity), seeds, shown, _listed(gaps, w)])
+    headings = [w("arm"), w("rate"), w("test_ppl", split=split), w("per_seed"), w("bpb"), w("fair_per_seed")]
+    yield Table(headings, rows)
     rows = []
     for name, judgement in s.judgements.items():
         noise = judgement.evaluation
-        mine, other = s.setting.judged[name].losses, s.setting.judged[judgement.against].losses
-        per_seed = [f"{seed}: {_percent(loss - other[seed])}" for seed, loss in mine.items() if seed in other]
         rows.append([
-            name, show_gap(judgement.plain, w), show_gap(judgement.fair, w), judgement.against, _listed(per_seed, w),
+            name, show_gap(judgement.plain, w), show_gap(judgement.fair, w), judgement.against,
             w(judgement.fair.verdict), str(judgement.fair.seeds_needed or "–"),
             f"[{_percent(noise[0])}, {_percent(noise[1])}]" if noise else "–",
         ])  # fmt: skip
-    keys = ("arm", "plain", "fair", "against", "fair_per_seed", "judged", "needed", "noise")
+    keys = ("arm", "plain", "fair", "against", "judged", "needed", "noise")
     yield Table([w(key) for key in keys], rows)
     baseline = s.setting.judged[verdict.study.baseline]
     seed, first = next(iter(baseline.runs.items()))
@@ -334,7 +338,7 @@ def _reproduce(verdict: Verdict, w: Words) -> Iterator[Block]:
         yield Text(w("reproduce_text", version=facts["oelm"], commit=facts["git"], device=_devices(parts, w),
                      torch=facts["torch"], python=facts["python"]))  # fmt: skip
     for name, tokenizer in dict.fromkeys((r.config.dataset, str(r.data.get("tokenizer", ""))) for r in study.runs):
-        yield Code(f"oelm prepare {quote(name)} --tokenizer {quote(tokenizer)} --out data/{quote(name)}")
+        yield Code(prepare_command(name, tokenizer, f"data/{name}"))
     for plan in study.plans:
         yield Code(f"oelm run {quote(plan.name)}.toml")
         yield Text(f"{plan.name}.toml:")
