@@ -2,15 +2,18 @@
 
 import math
 import multiprocessing
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+
+from oelm.train.clock import peak_memory
 
 REPEATS = 30
 RESAMPLES = 2_000
@@ -87,10 +90,18 @@ def memory_of(function: Callable[..., Callable[[], object]], *arguments: Any, st
 def _peak(send: Any, function: Callable[..., Callable[[], object]], arguments: Any, steps: int, threads: int) -> None:
     torch.set_num_threads(threads)
     step = function(*arguments)
+    torch.ones(1).sum()  # what torch loads with its first operations is not the step's
+    _forget_peak()
     before = psutil.Process().memory_info().rss
     for _ in range(steps):
         step()
-    send.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+    send.send(peak_memory(torch.device("cpu")) - before)
+
+
+def _forget_peak() -> None:
+    """What was resident while modules were imported may be more than a small step needs (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def significant(value: float, digits: int = 3) -> str:

@@ -125,18 +125,19 @@ def claim(config: RunConfig, resume: bool) -> Iterator[RunFolder]:
             made = not folder.path.exists()
             folder.path.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_file(folder.lock, refusal, who))
-            fresh = not folder.config_file.exists()
-            for litter in folder.path.glob(".*.tmp"):
-                litter.unlink()
-            if fresh:
-                write_atomic(folder.config_file, config.to_toml())
-            else:
-                _refuse_to_overwrite(folder, config, resume)
-            folder.summary.unlink(missing_ok=True)
+        fresh = not folder.config_file.exists()
         try:
+            with disk_errors(f"creating {folder.path}", "choose another place with --out_dir"):
+                for litter in folder.path.glob(".*.tmp"):
+                    litter.unlink()
+                if fresh:
+                    write_atomic(folder.config_file, config.to_toml())
+                else:
+                    _refuse_to_overwrite(folder, config, resume)
+                folder.summary.unlink(missing_ok=True)
             yield folder
         except (SystemExit, KeyboardInterrupt):  # asked to leave before the training loop could say so itself
-            if not folder.summary.exists():
+            if folder.config_file.exists() and not folder.summary.exists():
                 end = {"state": "stopped", "reason": "asked to leave", "step": folder.last_step(), "ended": now()}
                 write_json(folder.summary, end)
             raise
