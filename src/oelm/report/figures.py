@@ -145,10 +145,15 @@ def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float
 def waterfall(steps: Sequence[tuple[str, float, float]], label: str) -> str:
     """Bars from where one arm stands to where the next does; `steps` are (label, from, to) in per cent."""
     with _drawing(WIDTH, 0.9 + 0.45 * len(steps)) as (figure, ax):
+        ends = [x for _, *pair in steps for x in pair]
+        span = max(ends) - min(ends)
         for y, (_, start, end) in enumerate(steps):
             colour = VERDICTS["FAIL"] if end > start else VERDICTS["PASS"]
             ax.barh(y, end - start, left=start, color=colour, alpha=0.55, height=0.6)
-            ax.annotate(f"{end - start:+.1f}", ((start + end) / 2, y), ha="center", va="center", fontsize=9)
+            inside = abs(end - start) > 0.12 * span  # else there is no room for the number in the bar
+            place = dict(ha="center") if inside else dict(ha="left", xytext=(5, 0), textcoords="offset points")
+            at = (start + end) / 2 if inside else max(start, end)
+            ax.annotate(f"{end - start:+.1f}".replace("-", "−"), (at, y), va="center", fontsize=9, **place)
             if y + 1 < len(steps):
                 ax.plot([end, end], [y + 0.3, y + 0.7], color=INK, linewidth=0.8)
         ax.axvline(0, color=INK, linewidth=1)
