@@ -35,23 +35,18 @@ def main() -> None:
     settings = {name: {**size, "batch_size": TOKENS // size.get("seq_len", 512)} for name, size in SIZES}
     steps = {name: contender("baseline", "medium-512", values) for name, values in settings.items()}
     seconds = interleave(steps, options.repeats, warmup=1)
-    rows = []
+    rows: list[tuple[str, float, float]] = []
     for name, values in settings.items():
         flops = arithmetic(configure("medium-512", values), "medium-512", causal=True) / TOKENS
-        time = float(np.median(seconds[name])) / TOKENS
-        rows.append(
-            {"size": name, "megaflop": flops / 1e6, "microseconds": 1e6 * time, "gflop_per_s": flops / time / 1e9}
-        )
-    table = "\n".join(
-        f"| {r['size']} | {r['megaflop']:.0f} | {r['microseconds']:.0f} | {r['gflop_per_s']:.1f} |" for r in rows
-    )
+        rows.append((name, flops / 1e6, 1e6 * float(np.median(seconds[name])) / TOKENS))
+    table = "\n".join(f"| {size} | {work:.0f} | {time:.0f} | {1000 * work / time:.0f} |" for size, work, time in rows)
+    found = [{"size": size, "megaflop": work, "microseconds": time} for size, work, time in rows]
     name = options.out.name
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(
-        options.out.with_name(f"{name}.json"), json.dumps({"repeats": options.repeats, "sizes": rows}, indent=2)
+        options.out.with_name(f"{name}.json"), json.dumps({"repeats": options.repeats, "sizes": found}, indent=2)
     )
-    points = [(str(r["size"]), float(r["megaflop"]), float(r["microseconds"])) for r in rows]
-    write_atomic(options.out.with_name(f"{name}.svg"), proportional(points, "MFLOP per token", "µs per token"))
+    write_atomic(options.out.with_name(f"{name}.svg"), proportional(rows, "MFLOP per token", "µs per token"))
     text = (
         f"# Time per token against arithmetic\n\nMedium-512 with one size changed, {TOKENS:,} tokens a step, "
         f"{torch.get_num_threads()} threads, medians of {options.repeats} interleaved repeats.\n\n"

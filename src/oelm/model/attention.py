@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from oelm.config import RunConfig
 from oelm.model.dropout import keep_mask
 
-QUERY_BLOCK = 128
+QUERY_BLOCK = 64
 """Queries that attention with dropout takes at a time: each block sees the keys up to its end, and no others."""
 
 
