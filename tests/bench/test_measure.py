@@ -26,5 +26,7 @@ def allocate(megabytes):
     return lambda: torch.ones(megabytes * 2**18).sum()
 
 
-def test_memory_is_what_a_step_adds_at_its_peak():
+def test_memory_is_what_a_step_adds_at_its_peak_however_large_the_parent_is():
+    ballast = np.ones(50_000_000)
+    assert ballast.nbytes == 400_000_000
     assert measure.memory_of(allocate, 200) == pytest.approx(200 * 2**20, rel=0.1)

@@ -1,7 +1,9 @@
 """Time and memory of a run, really measured."""
 
+import re
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ def peak_memory(device: torch.device) -> int:
     """Largest number of bytes held so far: GPU memory on CUDA, else the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, TypeError):  # Linux; getrusage would count the process that started this one
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024  # type: ignore[index]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
