@@ -59,8 +59,7 @@ def test_a_contest_that_cannot_be_is_refused_in_one_line(small, oelm, arguments,
     assert message in result.err
 
 
-def test_every_contender_learns(small):
-    """A step is a whole step: the loss of its batch falls."""
+def test_a_step_of_every_contender_ends_in_an_update(small):
     for name in ("baseline", "oelm_v2", "oelm_shared", "oelm_sliced", "transformers", "published"):
         if name == "transformers":
             pytest.importorskip("transformers")
@@ -90,7 +89,6 @@ def test_profile_finds_every_part_and_accounts_for_the_backward_pass(oelm, tmp_p
     assert expected <= parts.keys()
     for name in ("ffn", "attention weights", "attention q", "norms"):
         assert parts[name]["backward"] > 0, name
-    assert sum(p["seconds"] if "seconds" in p else p["forward"] + p["backward"] for p in parts.values()) > 0
     unexplained = parts.get("everything else", {"forward": 0.0, "backward": 0.0})
     whole = sum(part["forward"] + part["backward"] for part in parts.values())
     assert unexplained["forward"] + unexplained["backward"] < 0.25 * whole

@@ -146,6 +146,7 @@ def test_a_run_that_somebody_stopped_is_left_alone_by_a_second_queue(one, monkey
     folder = one.fixed[0].folder
     folder.path.mkdir(parents=True)
     folder.summary.write_text('{"state": "stopped"}')
+    os.utime(folder.summary, (time.time() + 1, time.time() + 1))  # file times are coarse: clearly after the queue began
     assert queue.run() == {}
     assert started == []
 
@@ -281,6 +282,14 @@ Root Cause (first observed failure):
   rank      : 0 (local_rank: 0)
   exitcode  : {root} (pid: 1)
 """
+
+
+def test_a_rank_that_saved_and_left_after_another_was_killed_does_not_stop_the_run(one, monkeypatch):
+    """torchrun asks the ranks that are left to leave: their note is no wish of anybody's."""
+    leave = f"end(state='stopped', reason='asked to leave'); sys.stderr.write({REPORT.format(root=143, other=-9)!r})"
+    started = script(monkeypatch, leave + "; sys.exit(1)", FINISH)
+    assert Queue(one, 1).run() == {}
+    assert len(started) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`oelm bench`: arms and peers of one shape, interleaved; as a table, JSON, Markdown and a bar chart."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from oelm import __version__
 from oelm.arms import ARMS
 from oelm.bench import measure
-from oelm.bench.measure import Interval, significant
+from oelm.bench.measure import Interval
 from oelm.bench.peers import peer
 from oelm.config import RunConfig, resolve
 from oelm.errors import UserError, nearest
@@ -144,30 +145,36 @@ def contest(
 
 HEADINGS = [
     "model",
-    "ms a step",
+    "ms",
     "tokens/s",
-    "of GEMM peak",
-    "speed-up",
-    "95 % bounds",
-    "bound by arithmetic",
+    "of peak",
+    "speed-up (95 %)",
+    "theory",
     "memory",
 ]
 
 
-def rows(found: Contest) -> list[list[str]]:
-    return [
+def table(found: Contest) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows, without columns that nothing stands in."""
+    rows = [
         [
             entry.name,
-            significant(1000 * entry.seconds, 4),
-            significant(entry.tokens_per_second, 4),
+            _significant(1000 * entry.seconds),
+            _significant(entry.tokens_per_second),
             f"{entry.of_peak:.1%}",
-            f"{entry.speedup.value:.3f}",
-            f"[{entry.speedup.low:.3f}, {entry.speedup.high:.3f}]" if index else "",
+            f"{entry.speedup.value:.3f}" + (f" [{entry.speedup.low:.3f}, {entry.speedup.high:.3f}]" if index else ""),
             f"{entry.bound:.3f}" if entry.bound is not None else "",
             f"{entry.memory / 2**20:,.0f} MiB" if entry.memory is not None else "",
         ]
         for index, entry in enumerate(found.entries)
     ]
+    used = [i for i in range(len(HEADINGS)) if any(row[i] for row in rows)]
+    return [HEADINGS[i] for i in used], [[row[i] for i in used] for row in rows]
+
+
+def _significant(value: float, digits: int = 4) -> str:
+    """A number with so many digits and thousands separated."""
+    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
 
 
 def caption(found: Contest) -> str:
@@ -184,13 +191,16 @@ def write(found: Contest, prefix: Path) -> list[Path]:
     from oelm.report.blocks import Document, Figure, Table, Text
 
     shown = [(e.name, e.speedup.value, e.speedup.low, e.speedup.high, e.bound) for e in found.entries]
-    svg = figures.speedups(shown, f"speed-up over {found.entries[0].name}", "bound by arithmetic")
-    columns = [i for i, heading in enumerate(HEADINGS) if any(row[i] for row in rows(found))]
-    table = Table([HEADINGS[i] for i in columns], [[row[i] for i in columns] for row in rows(found)])
+    svg = figures.speedups(shown, f"speed-up over {found.entries[0].name}", "theory")
     picture = prefix.with_name(prefix.name + ".svg")
     facts = Text(", ".join(f"{key} {value}" for key, value in found.machine.items()))
     document = Document(
-        f"oelm bench: {found.shape}", caption(found), "en", "", "", [table, Figure(svg, "speed-up"), facts]
+        f"oelm bench: {found.shape}",
+        caption(found),
+        "en",
+        "",
+        "",
+        [Table(*table(found)), Figure(svg, "speed-up"), facts],
     )
     texts = {
         prefix.with_name(prefix.name + ".json"): json.dumps(asdict(found), indent=2) + "\n",

@@ -1,6 +1,5 @@
 """Interleaved measurement: every contender takes a step, then all again, so that what disturbs one disturbs all."""
 
-import math
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -102,11 +101,3 @@ def _forget_peak() -> None:
     """What was resident while modules were imported may be more than a small step needs (Linux)."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def significant(value: float, digits: int = 3) -> str:
-    """A number with so many digits and thousands separated."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{places}f}"

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from oelm.cli.parser import Parser, add_config_flags, given_settings
+from oelm.cli.parser import Parser, add_config_flags, config_of, given_settings
 from oelm.errors import RunFailed, Stopped, UserError
 
 
@@ -138,15 +138,12 @@ def inspect_verb(parser: Parser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from oelm.config import load_toml, resolve
     from oelm.inspect import show_arms, show_cost
 
     if options.arms:
         show_arms()
         return
-    path = options.config
-    file = load_toml(path / "config.toml" if path.is_dir() else path) if path else {}
-    show_cost(resolve(given_settings(options), file), as_json=options.json)
+    show_cost(config_of(options), as_json=options.json)
 
 
 def generate_verb(parser: Parser) -> None:

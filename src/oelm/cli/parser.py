@@ -2,9 +2,12 @@
 
 import argparse
 from collections.abc import Iterable
-from typing import Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from oelm.errors import UserError
+
+if TYPE_CHECKING:
+    from oelm.config import RunConfig
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,6 +55,15 @@ def given_settings(options: argparse.Namespace) -> dict[str, str]:
     from oelm.config import RunConfig
 
     return {name: value for name, value in vars(options).items() if name in RunConfig.model_fields}
+
+
+def config_of(options: argparse.Namespace) -> "RunConfig":
+    """The config of a file or run folder (`options.config`, or none) with the flags that were given."""
+    from oelm.config import load_toml, resolve
+
+    path = options.config
+    file = load_toml(path / "config.toml" if path.is_dir() else path) if path else {}
+    return resolve(given_settings(options), file)
 
 
 def with_underscores(argv: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from oelm.cli.parser import Parser, add_config_flags, given_settings
+from oelm.cli.parser import Parser, add_config_flags, config_of
 from oelm.errors import UserError
 
 
@@ -46,7 +46,7 @@ def _bench(options: argparse.Namespace) -> None:
 
     import torch
 
-    from oelm.bench.contest import HEADINGS, caption, configure, contest, rows, write
+    from oelm.bench.contest import caption, configure, contest, table, write
     from oelm.machine import cores
 
     torch.set_num_threads(options.threads or cores())
@@ -57,7 +57,7 @@ def _bench(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(asdict(found), indent=2))
     else:
-        _show(HEADINGS, rows(found), caption(found))
+        _show(*table(found), caption(found))
     if options.out:
         for path in write(found, options.out):
             if not options.json:
@@ -82,11 +82,7 @@ def profile_verb(parser: Parser) -> None:
 def _profile(options: argparse.Namespace) -> None:
     if options.steps < 1:
         raise UserError("steps must be 1 or more")
-    from oelm.config import load_toml, resolve
-
-    path = options.config
-    file = load_toml(path / "config.toml" if path.is_dir() else path) if path else {}
-    config = resolve(given_settings(options), file)
+    config = config_of(options)
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own chatter
     from dataclasses import asdict
 
@@ -115,16 +111,14 @@ def _profile(options: argparse.Namespace) -> None:
 
 
 def _show(headings: list[str], rows: list[list[str]], caption: str) -> None:
-    """A table without the columns that nothing stands in."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    columns = [i for i in range(len(headings)) if any(row[i] for row in rows)]
-    for i in columns:
-        table.add_column(headings[i], justify="right" if i else "left")
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(row[i] for i in columns))
+        table.add_row(*row)
     console = Console(highlight=False)
     console.print(table)
     console.print(f"\n{caption}")

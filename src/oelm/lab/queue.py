@@ -90,6 +90,8 @@ class Queue:
     _micro_batch: dict[str, int] = field(default_factory=dict)
     _waiting_for: str = ""
     _began: float = field(default_factory=time.time)
+    _noted: dict[str, float] = field(default_factory=dict)
+    """When the last process of a run had ended here: what its folder said until then is dealt with."""
 
     def run(self, watch: Callable[[], None] = lambda: None) -> dict[str, str]:
         """Until nothing is left to do; returns the reason of each run that failed. Ctrl-C or SIGTERM ends it."""
@@ -137,10 +139,10 @@ class Queue:
 
     def _over(self, run: PlannedRun) -> bool:
         """Finished; or diverged, before or in another queue; or asked to stop by somebody since this queue began."""
-        summary = run.folder.read_summary() or {}
+        summary, since = run.folder.read_summary() or {}, self._noted.get(run.id, self._began)
         if summary.get("retry") == "never":
             self._give_up(run, f"{summary.get('reason')} (to try it again, remove {run.folder.path})")
-        elif summary.get("state") == "stopped" and run.folder.summary.stat().st_mtime > self._began:
+        elif summary.get("state") == "stopped" and run.folder.summary.stat().st_mtime > since:
             self._stopped.add(run.id)
             self.say(f"{run.id}: stopped by somebody, left alone")
         return run.id in self.failures or run.id in self._stopped or summary.get("state") == "finished"
@@ -199,6 +201,7 @@ class Queue:
         """A process ended: the run folder says whether the run did, and if not, whether to try again."""
         run = worker.run
         self.working.remove(worker)
+        self._noted[run.id] = time.time()
         if self.gpus:
             self.gpus.give_back(worker.gpus)
         summary = worker.outcome()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from oelm.train.metrics import perplexity
+
 ALPHA = 0.05
 POWER = 0.8
 MIN_SEEDS = 3
@@ -43,11 +45,6 @@ class Gap:
     @property
     def bounds(self) -> tuple[float, float]:
         return perplexity(self.low), perplexity(self.high)
-
-
-def perplexity(loss: float) -> float:
-    """Of a loss in nats; one beyond all bounds stays a number."""
-    return math.exp(min(loss, 700.0))
 
 
 def paired_gap(arm: Mapping[int, float], baseline: Mapping[int, float], criterion: float) -> Gap:

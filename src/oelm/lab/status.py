@@ -92,7 +92,7 @@ class RunWatcher:
             elapsed=self.worked,
             left=self._left(config) if alive else None,
             loss=self.train.get("loss"),
-            val_ppl=_ppl(self.val[max(self.val)]) if self.val else None,
+            val_ppl=metrics.perplexity(self.val[max(self.val)]) if self.val else None,
             val_step=max(self.val, default=None),
             gpu=device or None,
             pid=self.folder.holder()[0] if alive else None,
@@ -195,7 +195,7 @@ class LabWatcher:
         for other in same_rate or (pairs if len(pairs) == 1 else []):
             common = watcher.val.keys() & other.val.keys()
             if common:
-                gap = _ppl(watcher.val[max(common)] - other.val[max(common)]) - 1
+                gap = metrics.perplexity(watcher.val[max(common)] - other.val[max(common)]) - 1
                 return replace(status, gap=gap)
         return status
 
@@ -227,7 +227,3 @@ def _slurm_jobs(root: Path) -> dict[str, str]:
     from oelm.lab.slurm import queued_jobs
 
     return queued_jobs(root)
-
-
-def _ppl(loss: float) -> float:
-    return math.exp(min(loss, 700.0))

@@ -19,7 +19,6 @@ from oelm.arms import ARMS
 from oelm.config import ARM_KEYS, OPERATIONAL, RunConfig
 from oelm.errors import UserError
 from oelm.lab.plan import LEAST_CRITERION, MOST_CRITERION, Plan, left_plans
-from oelm.lab.stats import perplexity
 from oelm.lab.status import LabWatcher, RunStatus
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
@@ -62,10 +61,6 @@ class Run:
         usual = ARMS[self.config.model_type].fields()
         changed = [f"{key}={getattr(self.config, key)}" for key in ARM_KEYS if getattr(self.config, key) != usual[key]]
         return "+".join([self.config.model_type, *changed])
-
-    @property
-    def trained(self) -> bool:
-        return self.config.freeze == "none"
 
     @property
     def val_loss(self) -> float:
@@ -125,14 +120,16 @@ class Run:
                 return f"summary.json: {key} is {self.summary.get(key)!r}"
         if self.has_test and not _is_number(self.summary["test_loss"]):
             return f"summary.json: test_loss is {self.summary['test_loss']!r}"
-        for key, name in (
-            ("model_type", "model_type"),
-            ("dataset", "dataset"),
-            ("seed", "seed"),
-            ("steps", "max_steps"),
-        ):
-            if self.summary.get(key) != getattr(self.config, name):
-                return f"summary.json says {key} {self.summary.get(key)!r}, config.toml {getattr(self.config, name)!r}"
+        config = self.config
+        same = {
+            "model_type": config.model_type,
+            "dataset": config.dataset,
+            "seed": config.seed,
+            "steps": config.max_steps,
+        }
+        for key, value in same.items():
+            if self.summary.get(key) != value:
+                return f"summary.json says {key} {self.summary.get(key)!r}, config.toml {value!r}"
         if self.config.max_steps not in self.curve or not self.records["train"]:
             return "metrics.jsonl is not whole"
         if not all(isinstance(self.data.get(key, {}), dict) for key in ("edges", "tokens")):
@@ -226,7 +223,7 @@ class Arm:
     @property
     def perplexity(self) -> float:
         """Geometric mean over seeds."""
-        return perplexity(float(np.mean(list(self.losses.values()))))
+        return metrics.perplexity(float(np.mean(list(self.losses.values()))))
 
 
 @dataclass

@@ -2,13 +2,14 @@
 
 import math
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oelm.lab.stats import MIN_SEEDS, perplexity
+from oelm.lab.stats import MIN_SEEDS
 from oelm.lab.study import Run, Setting, Study, differences
+from oelm.train.metrics import perplexity
 
 TEXTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -44,9 +45,8 @@ def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
     name, arms, baseline = setting.name, setting.judged, setting.judged[study.baseline]
     some = next(iter(baseline.runs.values()))
     grids = {arm.name: tuple(arm.rates) for arm in arms.values()}
-    shown = "; ".join(f"{arm}: {', '.join(f'{rate:g}' for rate in rates)}" for arm, rates in grids.items())
     if len(set(grids.values())) > 1:
-        yield Threat("grids", {"setting": name, "grids": shown})
+        yield Threat("grids", {"setting": name, "grids": _by_arm(grids)})
     elif len(next(iter(grids.values()))) == 1:
         yield Threat("no_grid", {"setting": name, "grids": f"{baseline.rate:g}"})
     edge = [arm.name for arm in arms.values() if arm.at_edge]
@@ -90,13 +90,10 @@ def _seeds(setting: Setting, study: Study) -> Iterator[Threat]:
     sets = {arm.name: tuple(arm.runs) for arm in setting.judged.values()}
     alone = {arm.name: arm.unpaired for arm in arms.values() if arm.unpaired}
     if len(set(sets.values())) > 1 or alone:
-        shown = "; ".join(f"{arm}: {', '.join(map(str, seeds))}" for arm, seeds in sets.items())
-        left_out = "; ".join(f"{arm}: {', '.join(map(str, seeds))}" for arm, seeds in alone.items()) or "–"
-        yield Threat("seed_sets", {"setting": name, "sets": shown, "left_out": left_out})
+        yield Threat("seed_sets", {"setting": name, "sets": _by_arm(sets), "left_out": _by_arm(alone) or "–"})
     lost = {arm.name: arm.lost for arm in arms.values() if arm.lost}
     if lost:
-        shown = "; ".join(f"{arm}: {', '.join(map(str, seeds))}" for arm, seeds in lost.items())
-        yield Threat("diverged", {"setting": name, "arms": shown})
+        yield Threat("diverged", {"setting": name, "arms": _by_arm(lost)})
     apart = [arm.name for arm in arms.values() if len(arm.by_rate) > 1 and not arm.rate_seeds]
     if apart:
         yield Threat("rate_seeds", {"setting": name, "arms": ", ".join(apart)})
@@ -114,6 +111,11 @@ def _scales(setting: Setting, study: Study) -> Iterator[Threat]:
         trained = any(setting.judged[name].trained for name in names)
         facts = {"setting": setting.name, "arms": ", ".join(names), "scale": scale, "baseline": base}
         yield Threat("scale", {**facts, "alone": not trained})
+
+
+def _by_arm(values: Mapping[str, Iterable[float]]) -> str:
+    """baseline: 1, 2; oelm_v2: 1"""
+    return "; ".join(f"{arm}: {', '.join(f'{value:g}' for value in found)}" for arm, found in values.items())
 
 
 def _failures(study: Study) -> Iterator[Threat]:

@@ -23,12 +23,12 @@ from oelm.lab.stats import (
     document_bootstrap,
     judge,
     paired_gap,
-    perplexity,
     speed_ratio,
 )
 from oelm.lab.study import Arm, Run, Setting, Study
 from oelm.lab.threats import Threat, find_threats
 from oelm.lab.watch import make_console
+from oelm.train.metrics import perplexity
 
 STEPS = {
     "freeze": ("baseline", "oelm_v2"),

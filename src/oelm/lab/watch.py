@@ -228,7 +228,7 @@ def compare_runs(runs: list[Path]) -> None:
         shapes.add((config.dataset, config.vocab_size, config.d_model, config.num_layers, config.seq_len))
         name = run.resolve().name if alone[run] else str(run)
         curves[name] = {
-            r["step"]: math.exp(min(r["loss"], 700.0))
+            r["step"]: metrics.perplexity(r["loss"])
             for r in metrics.read(RunFolder(run).metrics, "val")
             if isinstance(r.get("loss"), float) and math.isfinite(r["loss"])
         }

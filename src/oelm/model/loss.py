@@ -3,7 +3,8 @@
 With 50,257 words the logits of one batch are larger than the model. Here they exist for a few hundred
 tokens at a time, in one buffer that becomes exp(logits - max) and then the softmax gradient in place.
 While they are there, everything is taken from them: the losses and both gradients. Rows stay
-unnormalised; the factor 1 / sum is applied to the narrow side of each product instead.
+unnormalised; the factor 1 / sum is applied to the narrow side of each product instead. On a GPU, and under
+torch.compile, the two are computed one after the other, in mixed precision where it is on.
 """
 
 from typing import Any
@@ -22,9 +23,8 @@ ROW_MULTIPLE = 64
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, reduction: str = "mean") -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight), targets)` in float32; reduction "mean", or "none" without gradient."""
     differentiable = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
-    if hidden_ND.is_cuda and differentiable and reduction == "mean":
-        return F.linear_cross_entropy(hidden_ND, weight_VD, targets_N, options=torch.nn.LinearCrossEntropyOptions())
-    if torch.compiler.is_compiling() or (differentiable and reduction != "mean"):
+    plain = hidden_ND.device.type != "cpu" or torch.compiler.is_compiling() or (differentiable and reduction != "mean")
+    if plain:
         return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), targets_N, reduction=reduction)
     if differentiable:
         return _LinearCrossEntropy.apply(hidden_ND, weight_VD, targets_N)

@@ -12,13 +12,14 @@ import numpy as np
 
 from oelm import __version__
 from oelm.data.sources import prepare_command
-from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap, perplexity
+from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap
 from oelm.lab.study import Arm, Run
 from oelm.lab.verdict import STEPS, SettingVerdict, Verdict, deciding
 from oelm.report import figures
 from oelm.report.blocks import Block, Code, Document, Figure, Heading, Items, Notice, Table, Text
 from oelm.report.pages import run_pages, when
 from oelm.report.words import Words
+from oelm.train.metrics import perplexity
 
 REFERENCES = [
     "S. Holm (1979). A simple sequentially rejective multiple test procedure. Scand. J. Statistics 6, 65–70.",

@@ -7,12 +7,12 @@ from pathlib import Path
 from oelm.config import RunConfig
 from oelm.data.tokenizer import load_tokenizer
 from oelm.errors import UserError
-from oelm.lab.stats import perplexity
 from oelm.lab.study import Run
 from oelm.report import figures
 from oelm.report.blocks import Block, Code, Figure, Heading, Notice, PageBreak, Text
 from oelm.report.words import Words
 from oelm.train.clock import spoken
+from oelm.train.metrics import perplexity
 
 LEFT_OUT = {"out_dir", "data_path"}
 """Settings that say where, not what."""

@@ -13,6 +13,7 @@ from oelm.data.tokens import TokenData, WindowOrder, read_windows
 from oelm.model.gpt import GPT, build_gpt
 from oelm.model.sample import sample
 from oelm.train.distributed import World
+from oelm.train.metrics import perplexity
 from oelm.train.task import Batch, Evaluation, Interrupted
 
 EVAL_TOKENS = 8_192
@@ -106,7 +107,7 @@ class _DocumentSums:
 
 def derived(loss: float, tokens_per_byte: float | None) -> dict[str, float]:
     """Perplexity per token, and bits per byte where the number of bytes is known."""
-    values = {"ppl": math.exp(min(loss, 700.0))}
+    values = {"ppl": perplexity(loss)}
     if tokens_per_byte is not None:
         values["bpb"] = loss / math.log(2) * tokens_per_byte
     return values

@@ -21,7 +21,7 @@ from oelm.train.clock import peak_memory, roughly
 from oelm.train.console import Reporter
 from oelm.train.distributed import World
 from oelm.train.folder import RunFolder
-from oelm.train.metrics import Metrics, cut_to, whole_until
+from oelm.train.metrics import Metrics, cut_to, perplexity, whole_until
 from oelm.train.optim import learning_rate, optimizer_tensors, restore_optimizer
 from oelm.train.step import Update
 from oelm.train.task import Interrupted, ReadAhead, Task
@@ -147,7 +147,7 @@ class Trainer:
             norm_or_none = norm if math.isfinite(norm) else None
             self.metrics.write("train", state.step, loss=loss, lr=rate, grad_norm=norm_or_none, seconds=seconds)
         speed = config.tokens_per_step / seconds
-        best = f"best val ppl {math.exp(min(state.best_loss, 700.0)):.2f}" if state.best_loss is not None else ""
+        best = f"best val ppl {perplexity(state.best_loss):.2f}" if state.best_loss is not None else ""
         self.reporter.advance(state.step, f"loss {loss:.4f}  {speed:,.0f} tok/s  {best}")
         interval = min(config.log_interval, max(1, config.max_steps // 20))
         if state.step % interval == 0 or state.step == 1:

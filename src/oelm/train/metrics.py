@@ -1,6 +1,7 @@
 """Metrics: an append-only JSONL file in which every step stands once, mirrored to TensorBoard."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -36,6 +37,11 @@ class Metrics:
     def close(self) -> None:
         self._file.close()
         self._board.close()
+
+
+def perplexity(loss: float) -> float:
+    """Of a loss in nats; one beyond all bounds stays a number."""
+    return math.exp(min(loss, 700.0))
 
 
 def cut_to(path: Path, step: int, evaluated: bool) -> None:
