@@ -115,7 +115,8 @@ def test_an_array_survives_a_preemption_and_ends_in_the_bits_of_local_runs(slurm
     while not all(run.folder.finished() for run in plan.runs):
         states |= {status.state for status in watcher.look()}
         if not preempted and first.last_step() >= 20:
-            subprocess.run(["scancel", "--signal=TERM", job], capture_output=True)
+            # scancel asks again for a minute and a half while the job is being requeued: once is enough.
+            subprocess.run(["timeout", "1", "scancel", "--signal=TERM", job], capture_output=True)
             preempted = True
         if preempted and not hurried and "BeginTime" in queued_jobs(tmp_path / "cluster").get(first.path.name, ""):
             # Slurm lets a requeued job wait two minutes; the test does not.
