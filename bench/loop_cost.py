@@ -22,7 +22,7 @@ from oelm.bench.measure import interleave, ratio
 from oelm.config import RunConfig, resolve
 from oelm.data.tokens import TokenData, open_data
 from oelm.files import write_atomic
-from oelm.machine import cores
+from oelm.machine import cores, keep_memory
 from oelm.train import metrics
 from oelm.train.distributed import World
 from oelm.train.language import LanguageModelling
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(cores())
+    keep_memory()
     data = open_data("", options.data)
     config = resolve({"data_path": options.data, "batch_size": 4, "dropout": 0.0})
     found = inside(config, data, options.repeats)

@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(cores())
     settings = {name: {**size, "batch_size": TOKENS // size.get("seq_len", 512)} for name, size in SIZES}
-    steps = {name: contender("baseline", "medium-512", values) for name, values in settings.items()}
+    steps = {name: contender("baseline", configure("medium-512", values)) for name, values in settings.items()}
     seconds = interleave(steps, options.repeats, warmup=1)
     rows: list[tuple[str, float, float]] = []
     for name, values in settings.items():

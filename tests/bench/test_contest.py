@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from oelm.arms import ARMS
 from oelm.bench import contest as module
 from oelm.bench.contest import arithmetic, configure, contender
 from oelm.config import resolve
@@ -72,7 +73,7 @@ def test_a_step_of_every_contender_ends_in_an_update(small):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.nn.Module, "__init__", note)
-            step = contender(name, "pocket", {"max_lr": 1e-2})
+            step = contender(name, configure("pocket", {"max_lr": 1e-2}, name if name in ARMS else "baseline"))
         before = {id(p): p.detach().clone() for m in made for p in m._parameters.values() if p is not None}
         step()
         now = {id(p): p for m in made for p in m._parameters.values() if p is not None}

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from oelm.bench import measure
+from oelm.errors import UserError
 
 
 def test_contenders_take_turns_and_the_beginner_changes():
@@ -29,4 +30,15 @@ def allocate(megabytes):
 def test_memory_is_what_a_step_adds_at_its_peak_however_large_the_parent_is():
     ballast = np.ones(50_000_000)
     assert ballast.nbytes == 400_000_000
-    assert measure.memory_of(allocate, 200) == pytest.approx(200 * 2**20, rel=0.1)
+    with measure.Apart(allocate, 200) as contender:
+        assert contender.turn() > 0
+        assert contender.memory() == pytest.approx(200 * 2**20, rel=0.1)
+
+
+def fail(what):
+    raise UserError(what)
+
+
+def test_what_goes_wrong_in_a_measured_process_is_told_here():
+    with measure.Apart(fail, "no such thing") as contender, pytest.raises(UserError, match="no such thing"):
+        contender.turn()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from oelm.config import resolve
 from oelm.model import attention
-from oelm.model.attention import Attention, _DroppedAttention
+from oelm.model.attention import Attention, _BlockAttention
 
 SHAPE = dict(preset="tiny", d_model=48, num_heads=3, num_layers=2, seq_len=40, vocab_size=101)
 
@@ -28,10 +28,10 @@ def test_dropped_attention_is_the_textbook_formula_with_the_same_mask(monkeypatc
 
     monkeypatch.setattr(attention, "keep_mask", recorded)
     ours, theirs = heads(), heads()
-    found = _DroppedAttention.apply(*ours, 0.3)
+    found = _BlockAttention.apply(*ours, 0.3)
     found.cos().sum().backward()
     keep = torch.zeros(6, 40, 40, dtype=torch.bool)
-    for (here, seen), mask in zip(attention._blocks(40), masks, strict=True):
+    for (here, seen), mask in zip(attention._blocks(40, 0.3), masks, strict=True):
         keep[:, here, seen] = mask
     q, k, v = theirs
     scores = (q @ k.mT / math.sqrt(16)).masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -math.inf)
@@ -42,11 +42,16 @@ def test_dropped_attention_is_the_textbook_formula_with_the_same_mask(monkeypatc
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_without_holes_dropped_attention_is_plain_causal_attention(monkeypatch):
-    monkeypatch.setattr(attention, "keep_mask", lambda shape, p: (torch.ones(shape, dtype=torch.bool), 1.0))
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
-    expected = F.scaled_dot_product_attention(*heads(), is_causal=True)
-    torch.testing.assert_close(_DroppedAttention.apply(*heads(), 0.5), expected)
+@pytest.mark.parametrize("block", [1, 7, 16, 40, 128])
+def test_without_dropout_block_attention_is_plain_causal_attention(monkeypatch, block):
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    ours, theirs = heads(), heads()
+    found, expected = _BlockAttention.apply(*ours, 0.0), F.scaled_dot_product_attention(*theirs, is_causal=True)
+    torch.testing.assert_close(found, expected)
+    for output in (found, expected):
+        output.cos().sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 @pytest.mark.parametrize(

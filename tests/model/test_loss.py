@@ -52,6 +52,17 @@ def test_logits_of_any_size_stay_finite():
     torch.testing.assert_close(value, plainly(hidden, weight, targets))
 
 
+def test_logits_that_all_vanish_without_their_maximum_are_exact():
+    """All logits of the first rows lie below -100, where exp() is 0 in float32."""
+    hidden, weight, targets = problem()
+    weight = -weight.abs() - 1
+    hidden[:7] = 5.0
+    assert F.linear(hidden, weight)[:7].max() < -100
+    exact = solve(plainly, hidden, weight, targets, dtype=torch.float64)
+    for ours, truth in zip(solve(linear_cross_entropy, hidden, weight, targets), exact, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-6)
+
+
 def test_a_loss_that_is_not_a_number_stays_not_a_number():
     hidden, weight, targets = problem()
     hidden[3, 2] = torch.nan

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from oelm import __version__
 from oelm.arms import ARMS
 from oelm.bench import measure
 from oelm.bench.measure import Interval
-from oelm.bench.peers import peer
+from oelm.bench.peers import check_peer, peer
 from oelm.config import RunConfig, resolve
 from oelm.errors import UserError, nearest
 from oelm.files import write_atomic
-from oelm.machine import describe
+from oelm.machine import describe, keep_memory
 from oelm.model import cost
 from oelm.model.gpt import GPT, build_gpt
 from oelm.train.distributed import World
@@ -48,8 +49,8 @@ class Entry:
     """Against the first entry."""
     bound: float | None
     """Largest speed-up over the baseline that arithmetic allows; None for peers."""
-    memory: int | None
-    """Peak resident bytes over those before the first step; None: not measured."""
+    memory: int
+    """Peak resident bytes over those before the first step."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,16 @@ class Contest:
     machine: dict[str, str]
 
 
-def contender(name: str, shape: str, settings: dict[str, Any], nanogpt: Path | None = None) -> Callable[[], None]:
+def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Path | None = None) -> Callable[[], None]:
     """A whole training step of an arm or a peer, on the same random tokens for all."""
-    config = configure(shape, settings, name if name in ARMS else "baseline")
     chance = torch.Generator().manual_seed(0)
     windows = torch.randint(0, config.vocab_size, (config.batch_size, config.seq_len + 1), generator=chance)
     tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
     if name in PEERS:
-        if shape in HEADLESS:
-            raise UserError(f"{shape} has no output head: only arms can be timed on it")
         step = peer(name, config, nanogpt)
         return lambda: step(tokens, targets)
-    loss = _headless_loss if shape in HEADLESS else _loss
-    update = Update(build_gpt(config), config, World(0, 1, torch.device("cpu")), loss)
+    keep_memory()
+    update = Update(build_gpt(config), config, World(0, 1, torch.device("cpu")), _headless_loss if headless else _loss)
     turn = iter(range(10**9))
 
     def train() -> None:
@@ -113,7 +111,6 @@ def contest(
     shape: str,
     settings: dict[str, Any],
     repeats: int = measure.REPEATS,
-    memory: bool = False,
     nanogpt: Path | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Contest:
@@ -121,11 +118,19 @@ def contest(
     for name in names:
         if name not in ARMS and name not in PEERS:
             raise UserError(f"unknown arm or peer {name}: {nearest(name, [*ARMS, *PEERS])}")
+        if name in PEERS:
+            if shape in HEADLESS:
+                raise UserError(f"{shape} has no output head: only arms can be timed on it")
+            check_peer(name, nanogpt)
     config = configure(shape, settings)
-    peaks = {} if not memory else {name: measure.memory_of(contender, name, shape, settings, nanogpt) for name in names}
     products = measure.gemm()
-    steps = {name: contender(name, shape, settings, nanogpt) for name in names}
-    seconds = measure.interleave({**steps, **products}, repeats, tick=tick)
+    with ExitStack() as stack:
+        steps = {}
+        for name in names:
+            own = configure(shape, settings, name if name in ARMS else "baseline")
+            steps[name] = stack.enter_context(measure.Apart(contender, name, own, shape in HEADLESS, nanogpt))
+        seconds = measure.interleave(dict[str, Any](steps) | products, repeats, tick=tick)
+        peaks = {name: step.memory() for name, step in steps.items()}
     peak = max(product.flops / float(np.median(seconds[name])) for name, product in products.items())
     tokens, full = config.tokens_per_step, arithmetic(config, shape, causal=False)
     entries = []
@@ -136,7 +141,7 @@ def contest(
         bound = full / arithmetic(own, shape, causal=False) if name in ARMS else None
         speedup = measure.ratio(seconds[names[0]], seconds[name])
         entries.append(
-            Entry(name, median, tokens / median, needed / median / peak, speedup, bound, peaks.get(name))
+            Entry(name, median, tokens / median, needed / median / peak, speedup, bound, peaks[name])
         )  # fmt: skip
     machine = {"cpu": describe()["cpu"], "torch": torch.__version__, "oelm": __version__}
     batch = f"{config.batch_size} x {config.seq_len}"
@@ -164,7 +169,7 @@ def table(found: Contest) -> tuple[list[str], list[list[str]]]:
             f"{entry.of_peak:.1%}",
             f"{entry.speedup.value:.3f}" + (f" [{entry.speedup.low:.3f}, {entry.speedup.high:.3f}]" if index else ""),
             f"{entry.bound:.3f}" if entry.bound is not None else "",
-            f"{entry.memory / 2**20:,.0f} MiB" if entry.memory is not None else "",
+            f"{entry.memory / 2**20:,.0f} MiB",
         ]
         for index, entry in enumerate(found.entries)
     ]

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,14 @@ class Interval:
     """`low` and `high` are one-sided bounds, each at CONFIDENCE."""
 
 
+def stopwatch(step: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
 def interleave(
-    steps: Mapping[str, Callable[[], object]],
+    steps: Mapping[str, "Callable[[], object] | Apart"],
     repeats: int,
     warmup: int = 2,
     tick: Callable[[], None] = lambda: None,
@@ -39,10 +46,10 @@ def interleave(
     for turn in range(warmup + repeats):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            begin = time.perf_counter()
-            steps[name]()
+            step = steps[name]
+            took = step.turn() if isinstance(step, Apart) else stopwatch(step)
             if turn >= warmup:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(took)
             tick()
     return {name: np.array(values) for name, values in seconds.items()}
 
@@ -71,30 +78,59 @@ class Gemm:
         torch.mm(self.left, self.right, out=self.out)
 
 
-def memory_of(function: Callable[..., Callable[[], object]], *arguments: Any, steps: int = 3) -> int:
-    """Peak resident bytes of `function(*arguments)` repeated, less those before the first; in its own process."""
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_peak, args=(send, function, arguments, steps, torch.get_num_threads()))
-    process.start()
-    send.close()
-    try:
-        return int(receive.recv())
-    except EOFError:
-        raise MemoryError("the measured process died: not enough memory?") from None
-    finally:
-        process.join()
+class Apart:
+    """A contender in a process of its own, with the settings and the memory that it would have alone."""
+
+    def __init__(self, make: Callable[..., Callable[[], object]], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, torch.get_num_threads(), make, arguments))
+        self._process.start()
+        theirs.close()
+
+    def turn(self) -> float:
+        """Seconds of a step. One goes before it untimed: what waiting did to caches and memory is not the step's."""
+        return self._ask("turn")
+
+    def memory(self) -> int:
+        """Peak resident bytes so far, less those before the first step."""
+        return int(self._ask("memory"))
+
+    def _ask(self, word: str) -> float:
+        try:
+            self._pipe.send(word)
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise MemoryError("a measured process died: not enough memory?") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return float(answer)
+
+    def __enter__(self) -> "Apart":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pipe.close()
+        self._process.join()
 
 
-def _peak(send: Any, function: Callable[..., Callable[[], object]], arguments: Any, steps: int, threads: int) -> None:
+def _serve(pipe: Connection, threads: int, make: Callable[..., Callable[[], object]], arguments: Any) -> None:
     torch.set_num_threads(threads)
-    step = function(*arguments)
-    torch.ones(1).sum()  # what torch loads with its first operations is not the step's
-    _forget_peak()
-    before = psutil.Process().memory_info().rss
-    for _ in range(steps):
-        step()
-    send.send(peak_memory(torch.device("cpu")) - before)
+    try:
+        step = make(*arguments)
+        torch.ones(1).sum()  # what torch loads with its first operations is not the step's
+        _forget_peak()
+        before = psutil.Process().memory_info().rss
+        while True:
+            if pipe.recv() == "turn":
+                step()
+                pipe.send(stopwatch(step))
+            else:
+                pipe.send(peak_memory(torch.device("cpu")) - before)
+    except (EOFError, OSError):  # nobody listens any more
+        return
+    except Exception as error:
+        pipe.send(error)
 
 
 def _forget_peak() -> None:

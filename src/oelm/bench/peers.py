@@ -26,20 +26,26 @@ Step = Callable[[Tensor, Tensor], None]
 """One whole training step on tokens and their targets."""
 
 
+def check_peer(name: str, nanogpt: Path | None) -> None:
+    if name == "transformers" and not importlib.util.find_spec("transformers"):
+        raise UserError("the peer transformers needs the package of that name: pip install oelm[hf]")
+    if name == "nanogpt" and nanogpt is None:
+        raise UserError("nanogpt: say where its checkout is with --nanogpt DIR")
+    if name == "nanogpt" and nanogpt and not (nanogpt / "model.py").is_file():
+        raise UserError(f"{nanogpt / 'model.py'} is not there: --nanogpt names a checkout of nanoGPT")
+
+
 def peer(name: str, config: RunConfig, nanogpt: Path | None = None) -> Step:
     torch.manual_seed(config.seed)
     match name:
         case "transformers":
             return _transformers(config)
-        case "published":
+        case "nanogpt":
+            assert nanogpt
+            return _nanogpt(config, nanogpt)
+        case _:
             model = PublishedGPT(config)
             return _step(model, model, torch.optim.AdamW(model.parameters(), lr=config.max_lr), config)
-        case "nanogpt" if nanogpt:
-            return _nanogpt(config, nanogpt)
-        case "nanogpt":
-            raise UserError("nanogpt: say where its checkout is with --nanogpt DIR")
-        case _:
-            raise UserError(f"unknown peer {name}: transformers, published or nanogpt")
 
 
 def _step(
@@ -56,10 +62,8 @@ def _step(
 
 
 def _transformers(config: RunConfig) -> Step:
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except ImportError:
-        raise UserError("the peer transformers needs the package of that name: pip install oelm[hf]") from None
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     drop = config.dropout
     shape = GPT2Config(
         vocab_size=config.vocab_size, n_positions=config.seq_len, n_embd=config.d_model, n_layer=config.num_layers,
@@ -76,10 +80,7 @@ def _transformers(config: RunConfig) -> Step:
 
 
 def _nanogpt(config: RunConfig, checkout: Path) -> Step:
-    source = checkout / "model.py"
-    if not source.is_file():
-        raise UserError(f"{source} is not there: --nanogpt names a checkout of nanoGPT")
-    spec = importlib.util.spec_from_file_location("nanogpt_model", source)
+    spec = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)

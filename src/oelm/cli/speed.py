@@ -17,10 +17,11 @@ def bench_verb(parser: Parser) -> None:
     oelm bench                                             the arms on medium-512
     oelm bench baseline oelm_sliced --shape bert-base
     oelm bench baseline transformers published --dropout 0.1
-    oelm bench baseline nanogpt --nanogpt ../nanoGPT --memory --out results/bench-medium
+    oelm bench baseline nanogpt --nanogpt ../nanoGPT --out results/bench-medium
 
-    All contenders take one step, then all take the next, in one process; the first is what the others
-    are compared with. --out PREFIX writes PREFIX.json, PREFIX.md and PREFIX.svg.
+    Each contender is a process of its own. All take one step, then all take the next; the first is what
+    the others are compared with. Memory is the peak over what was resident before the first step.
+    --out PREFIX writes PREFIX.json, PREFIX.md and PREFIX.svg.
     """
     names = "arms (see oelm inspect --arms) and peers (transformers, published, nanogpt)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
@@ -32,7 +33,6 @@ def bench_verb(parser: Parser) -> None:
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="steps of each (default 30)")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores")
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT to compare with")
-    parser.add_argument("--memory", action="store_true", help="also measure each one's peak memory, in its own process")
     parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.json, PREFIX.md and PREFIX.svg")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_bench)
@@ -53,7 +53,7 @@ def _bench(options: argparse.Namespace) -> None:
     settings = {"dropout": options.dropout} | ({"batch_size": options.batch_size} if options.batch_size else {})
     configure(options.shape, settings)
     with _ticking(len(names) * (options.repeats + 2), quiet=options.json) as tick:
-        found = contest(names, options.shape, settings, options.repeats, options.memory, options.nanogpt, tick)
+        found = contest(names, options.shape, settings, options.repeats, options.nanogpt, tick)
     if options.json:
         print(json.dumps(asdict(found), indent=2))
     else:

@@ -97,7 +97,8 @@ def activation_bytes(config: RunConfig) -> int:
     """Bytes that autograd keeps for the backward pass of one micro-batch in float32.
 
     Traced, not estimated: the real model runs on fake tensors and every distinct storage that is
-    saved for the backward pass, other than a parameter, is counted.
+    saved for the backward pass, other than a parameter, is counted. The loss keeps the gradients that it
+    has made already: of the hidden states and of the output matrix.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -116,9 +117,9 @@ def activation_bytes(config: RunConfig) -> int:
 
         tokens = torch.zeros(windows, config.seq_len, dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(tokens, tokens)
-        del loss
-    return sum(saved.values())
+            hidden = model.hidden(tokens)
+        made = [hidden, *(weight for weight in (model.tokens.weight,) if weight.requires_grad)]
+    return sum(saved.values()) + sum(tensor.nbytes for tensor in made)
 
 
 def report(config: RunConfig) -> dict[str, Any]:

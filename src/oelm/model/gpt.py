@@ -13,6 +13,17 @@ from oelm.model.frames import INIT_STD, draw_frame, gaussian
 from oelm.model.loss import linear_cross_entropy
 
 
+class Embedding(nn.Embedding):
+    """Without torch's own draw, which on the meta device would import the whole compiler."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__(rows, columns, _weight=torch.empty(rows, columns))
+
+    def forward(self, tokens: Tensor, sparse: bool = False) -> Tensor:
+        """`sparse`: the gradient is that of the rows used, good for adding to a dense one only."""
+        return F.embedding(tokens, self.weight, sparse=sparse)
+
+
 class FeedForward(nn.Module):
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
@@ -41,8 +52,8 @@ class GPT(nn.Module):
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = _embedding(config.vocab_size, config.d_model)
-        self.positions = _embedding(config.seq_len, config.d_model)
+        self.tokens = Embedding(config.vocab_size, config.d_model)
+        self.positions = Embedding(config.seq_len, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         if config.frames == "shared":
             first, *others = (cast(Block, block).attention for block in self.blocks)
@@ -51,19 +62,20 @@ class GPT(nn.Module):
         self.final_norm = nn.LayerNorm(config.d_model)
         self.dropout = Dropout(config.dropout)
 
-    def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """The normalised residual stream behind the last block."""
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = self.dropout(self.tokens(tokens_BT) + self.positions(positions_T))
+    def hidden(self, tokens_BT: Tensor, sparse: bool = False) -> Tensor:
+        """The normalised residual stream behind the last block; `sparse`: see Embedding."""
+        x_BTD = self.tokens(tokens_BT, sparse)
+        x_BTD = self.dropout(x_BTD + self.positions.weight[: x_BTD.shape[1]])
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.final_norm(x_BTD)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """The loss when there are targets, else the logits. The output matrix is the token embedding."""
-        hidden_BTD = self.hidden(tokens_BT)
         if targets_BT is None:
-            return F.linear(hidden_BTD, self.tokens.weight)
+            return F.linear(self.hidden(tokens_BT), self.tokens.weight)
+        # The loss has a dense gradient for the embedding; what the few tokens of a batch add to it need not be dense.
+        hidden_BTD = self.hidden(tokens_BT, sparse=tokens_BT.device.type == "cpu" and not torch.compiler.is_compiling())
         return linear_cross_entropy(hidden_BTD.flatten(0, 1), self.tokens.weight, targets_BT.flatten(), reduction)
 
     @torch.no_grad()
@@ -86,11 +98,6 @@ class GPT(nn.Module):
             else:
                 _, layer, _, role, _ = name.split(".")
                 parameter.copy_(draw_frame(config.frames, config.num_heads, config.d_model, int(layer), role, seed))
-
-
-def _embedding(rows: int, columns: int) -> nn.Embedding:
-    """An embedding without torch's own draw, which on the meta device would import the whole compiler."""
-    return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
 
 
 def build_gpt(config: RunConfig, device: torch.device | str = "cpu") -> GPT:

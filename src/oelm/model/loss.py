@@ -1,7 +1,7 @@
 """The output head and its loss in one: cross-entropy from hidden states, without ever holding all logits.
 
 With 50,257 words the logits of one batch are larger than the model. Here they exist for a few hundred
-tokens at a time, in one buffer that becomes exp(logits - max) and then the softmax gradient in place.
+tokens at a time, in one buffer that becomes exp(logits) and then the softmax gradient in place.
 While they are there, everything is taken from them: the losses and both gradients. Rows stay
 unnormalised; the factor 1 / sum is applied to the narrow side of each product instead. On a GPU, and under
 torch.compile, the two are computed one after the other, in mixed precision where it is on.
@@ -18,6 +18,9 @@ CHUNK_FLOATS = 512 * 50_304
 """Size of the logit buffer. More tokens at a time mean fewer passes over the weight gradient."""
 ROW_MULTIPLE = 64
 """Rows of the buffer start at multiples of this, whatever the vocabulary: 50,257 is odd, 50,304 is not."""
+SAFE_SUM = 1e-20, 1e30
+"""A row sum of exponentials in here is as good without subtracting the maximum: what was too small for float32
+beside it is less than 1e-17 of it, and nothing was too large."""
 
 
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, reduction: str = "mean") -> Tensor:
@@ -40,13 +43,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden_ND = torch.empty_like(hidden_ND)
         d_weight_VD = torch.empty_like(weight_VD) if weight_VD.requires_grad else None
         losses_N = _losses(hidden_ND, weight_VD, targets_N, d_hidden_ND, d_weight_VD)
-        ctx.save_for_backward(d_hidden_ND, d_weight_VD)
+        ctx.gradients = d_hidden_ND, d_weight_VD
         return losses_N.mean()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors
+        # Nothing holds on to them here, so that autograd may add to them instead of copying them.
+        gradients, ctx.gradients = ctx.gradients, None
         if scale != 1:
             gradients = [None if gradient is None else gradient.mul_(scale) for gradient in gradients]
         return *gradients, None
@@ -67,19 +71,27 @@ def _losses(
     losses_N = hidden_ND.new_empty(tokens)
     for start in range(0, tokens, chunk):
         here = slice(start, min(start + chunk, tokens))
-        hidden_CD, target_C1 = hidden_ND[here], targets_N[here, None]
-        logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV[: len(hidden_CD)])
-        target_logit_C1 = logits_CV.gather(1, target_C1)
-        max_C1 = logits_CV.amax(1, keepdim=True)
-        exp_CV = logits_CV.sub_(max_C1).exp_()
-        sum_C1 = exp_CV.sum(1, keepdim=True)
-        losses_N[here] = (sum_C1.log() + max_C1 - target_logit_C1).squeeze(1)
+        hidden_CD, target_C = hidden_ND[here], targets_N[here]
+        exp_CV, sum_C1, shift_C1 = _exponentials(hidden_CD, weight_VD, buffer_CV[: len(hidden_CD)])
+        target_logit_C1 = (hidden_CD * weight_VD[target_C]).sum(1, keepdim=True)
+        losses_N[here] = (sum_C1.log() + shift_C1 - target_logit_C1).squeeze(1)
         if d_hidden_ND is None:
             continue
         # softmax - onehot, times the sum of its row, which `scale` takes out again
-        unscaled_CV = exp_CV.scatter_add_(1, target_C1, -sum_C1)
+        unscaled_CV = exp_CV.scatter_add_(1, target_C[:, None], -sum_C1)
         scale_C1 = 1 / (tokens * sum_C1)
         torch.mm(unscaled_CV, weight_VD, out=d_hidden_ND[here]).mul_(scale_C1)
         if d_weight_VD is not None:
             d_weight_VD.addmm_(unscaled_CV.t(), hidden_CD * scale_C1, beta=0 if start == 0 else 1)
     return losses_N
+
+
+def _exponentials(hidden_CD: Tensor, weight_VD: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits - shift), its row sums, and the shift, which is 0 unless a row would leave float32's range."""
+    sum_C1 = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV).exp_().sum(1, keepdim=True)
+    if ((sum_C1 > SAFE_SUM[0]) & (sum_C1 < SAFE_SUM[1])).all():
+        return buffer_CV, sum_C1, torch.zeros_like(sum_C1)
+    logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV)
+    max_C1 = logits_CV.amax(1, keepdim=True)
+    exp_CV = logits_CV.sub_(max_C1).exp_()
+    return exp_CV, exp_CV.sum(1, keepdim=True), max_C1
