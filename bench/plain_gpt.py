@@ -1,6 +1,6 @@
 """The pocket baseline against the same model written as plain nanoGPT-style code, on the same batches.
 
-    python bench/plain_gpt.py --data data/tinystories-bpe1024 --tokens 10e6
+    python -m bench.plain_gpt --data data/tinystories-bpe1024 --tokens 10e6
 
 Trains a GPT of one file, independent of `oelm.model` and `oelm.train` (own modules, own initial weights,
 own optimizer groups and schedule), reading only the batch order from oelm, and beside it, in another
@@ -13,6 +13,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -62,29 +63,35 @@ class PlainGPT(nn.Module):
         return F.cross_entropy((h @ self.wte.weight.T).view(-1, self.wte.num_embeddings), y.reshape(-1))
 
 
-def train_plain(c: RunConfig) -> float:
-    torch.set_num_threads(c.threads)
-    torch.manual_seed(c.seed)
-    data = open_data(c.dataset, c.data_path)
-    model = PlainGPT(c)
+def plain_steps(c: RunConfig, model: PlainGPT, tokens: np.ndarray) -> Iterator[float]:
+    """The loss of each training step."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [dict(params=matrices, weight_decay=c.weight_decay), dict(params=vectors, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=c.max_lr, betas=(c.beta1, c.beta2))
-    order = WindowOrder(len(data.splits["train"]), c.seq_len, c.batch_size, c.seed)
+    order = WindowOrder(len(tokens), c.seq_len, c.batch_size, c.seed)
     for step in range(c.max_steps):
         after = (step - c.warmup_steps) / (c.max_steps - c.warmup_steps)
         scale = (step + 1) / c.warmup_steps if after < 0 else 0.5 + 0.5 * math.cos(math.pi * after)
         for group in optimizer.param_groups:
             group["lr"] = c.max_lr * scale
-        window = torch.from_numpy(read_windows(data.splits["train"], order.starts(step), c.seq_len))
+        window = torch.from_numpy(read_windows(tokens, order.starts(step), c.seq_len))
         loss = model(window[:, :-1], window[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip)
         optimizer.step()
+        yield loss.item()
+
+
+def train_plain(c: RunConfig) -> float:
+    torch.set_num_threads(c.threads)
+    torch.manual_seed(c.seed)
+    data = open_data(c.dataset, c.data_path)
+    model = PlainGPT(c)
+    for step, loss in enumerate(plain_steps(c, model, data.splits["train"])):
         if step % 500 == 0:
-            print(f"plain step {step} loss {loss.item():.4f}", flush=True)
+            print(f"plain step {step} loss {loss:.4f}", flush=True)
     return _validate(model, data.splits["val"], c.seq_len)
 
 

@@ -1,7 +1,10 @@
+import numpy as np
 import pytest
 import torch
+from bench.agreement import curves
 
 from oelm.config import resolve
+from oelm.data.tokens import open_data
 from oelm.train.step import _dropout_seed, _precision
 
 
@@ -29,3 +32,10 @@ def test_mixed_precision_is_bfloat16_where_the_gpu_has_it_else_scaled_float16(
 def test_dropout_seeds_differ_by_step_and_process():
     seeds = {_dropout_seed(42, step, rank) for step in range(500) for rank in range(8)}
     assert len(seeds) == 4000
+
+
+def test_200_steps_have_the_losses_of_code_without_any_optimisation(data):
+    config = resolve(dict(preset="tiny", data_path=str(data), max_steps=200, dropout=0.0, max_lr=4e-3))
+    ours, plain = curves(config, open_data("", str(data)))
+    assert ours[-1] < ours[0] - 1
+    assert np.abs(ours - plain).max() <= 1e-3
