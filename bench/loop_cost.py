@@ -12,13 +12,14 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from oelm.bench.measure import interleave, ratio
+from oelm.bench.measure import Apart, interleave, ratio
 from oelm.config import RunConfig, resolve
 from oelm.data.tokens import TokenData, open_data
 from oelm.files import write_atomic
@@ -61,6 +62,23 @@ def inside(config: RunConfig, data: TokenData, repeats: int) -> dict[str, float]
     }
 
 
+def evaluator(config: RunConfig) -> Callable[[], None]:
+    """Evaluation of EVALUATED tokens (32 x 512) by a model whose optimizer has its moments already."""
+    world = World(0, 1, torch.device("cpu"))
+    data = open_data("", config.data_path)
+    cut = replace(data, splits={**data.splits, "val": data.splits["val"][: EVALUATED + 1]})
+    task = LanguageModelling(config, cut, world)
+    model = task.build_model()
+    moments = [torch.ones(2, parameter.numel()) for parameter in model.parameters()]
+
+    def evaluate(held: object = moments) -> None:
+        model.eval()
+        task.evaluate(model, "val", lambda: False)
+
+    keep_memory()
+    return evaluate
+
+
 def processes(config: RunConfig, data: TokenData, rounds: int, steps: int) -> dict[str, float]:
     """Speed of two processes with one thread each over one process with two threads, the same batch in all."""
     medians: dict[int, list[float]] = {1: [], 2: []}
@@ -98,6 +116,9 @@ def main() -> None:
     config = resolve({"data_path": options.data, "batch_size": 4, "dropout": 0.0})
     found = inside(config, data, options.repeats)
     print(json.dumps(found, indent=2), flush=True)
+    with Apart(evaluator, config) as evaluation:
+        evaluation.turn()
+        found["evaluation_gigabytes"] = evaluation.memory() / 1e9
     found |= processes(config, data, options.rounds, options.steps)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out.with_name(f"{options.out.name}.json"), json.dumps(found, indent=2))
@@ -107,6 +128,8 @@ def main() -> None:
         f"| reading a batch, share of a step | {found['reading_share']:.2%} |\n"
         f"| evaluation, tokens/s over training's | {found['evaluation_over_training']:.2f} "
         f"(lower 95 % bound {found['evaluation_over_training_low']:.2f}) |\n"
+        f"| peak memory of evaluating 32 x 512 tokens, over weights and optimizer | "
+        f"{found['evaluation_gigabytes']:.2f} GB |\n"
         f"| 2 processes x 1 thread over 1 process x 2 threads | {found['two_processes_over_one']:.3f} "
         f"({options.rounds} rounds: {found['lowest']:.3f} to {found['highest']:.3f}) |\n"
     )

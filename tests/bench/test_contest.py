@@ -85,7 +85,7 @@ def test_profile_finds_every_part_and_accounts_for_the_backward_pass(oelm, tmp_p
     result = oelm("profile", *shape, "--json", "--trace", tmp_path / "t" / "trace.json")
     assert result.code == 0, result.err
     parts = {part["name"]: part for part in json.loads(result.out)}
-    expected = {"embeddings", "norms", "attention weights", "ffn", "gelu", "output head and loss", "dropout"}
+    expected = {"embeddings", "norms", "attention weights", "ffn", "output head and loss", "dropout"}
     expected |= {f"attention {role}" for role in "qkvo"} | {"optimizer", "gradient norm and clipping"}
     assert expected <= parts.keys()
     for name in ("ffn", "attention weights", "attention q", "norms"):
@@ -100,5 +100,5 @@ def test_what_the_forward_pass_keeps_is_counted_by_part(oelm):
     shape = ("--preset", "tiny", "--steps", 1, "--threads", 1, "--batch_size", 64, "--json")
     parts = {part["name"]: part for part in json.loads(oelm("profile", *shape).out)}
     config = resolve({"preset": "tiny", "batch_size": 64})
-    gelu = config.num_layers * 64 * config.seq_len * config.d_ff * 4  # its output; its input belongs to ffn
-    assert parts["gelu"]["kept"] == gelu
+    inner, outer = (config.num_layers * 64 * config.seq_len * width * 4 for width in (config.d_ff, config.d_model))
+    assert parts["ffn"]["kept"] == inner + outer  # what goes into GELU, and the sum of the residual stream

@@ -92,7 +92,7 @@ def part_of(module: str) -> str:
         return f"attention {last}"
     if last in ("tokens", "positions"):
         return "embeddings"
-    return {"attention": "attention weights", "up": "ffn", "down": "ffn", "dropout": "dropout", "ffn": "gelu"}.get(
+    return {"attention": "attention weights", "up": "ffn", "down": "ffn", "dropout": "dropout"}.get(
         last, "norms" if last.endswith("norm") else "residual stream"
     )
 
