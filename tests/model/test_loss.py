@@ -69,6 +69,24 @@ def test_a_loss_that_is_not_a_number_stays_not_a_number():
     assert torch.isnan(solve(linear_cross_entropy, hidden, weight, targets)[0])
 
 
+@pytest.mark.parametrize("tokens_at_a_time", [10, 45, 4096])
+def test_torchs_own_operations_in_parts_give_the_same_and_never_hold_all_logits(monkeypatch, tokens_at_a_time):
+    """What a GPU and torch.compile take."""
+    monkeypatch.setattr(loss, "TORCH_TOKENS", tokens_at_a_time)
+    held = 0
+
+    def keep(tensor):
+        nonlocal held
+        held = max(held, len(tensor) if tensor.shape[1:] == (103,) else 0)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = solve(lambda *given: loss._by_torch(*given, "mean"), *problem())
+    for ours, theirs in zip(found, solve(plainly, *problem()), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert held == (10 if tokens_at_a_time == 10 else 45)
+
+
 def test_losses_of_single_tokens_average_to_the_mean(monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_FLOATS", 10 * 128)
     with torch.no_grad():

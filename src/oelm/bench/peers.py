@@ -68,7 +68,7 @@ def _transformers(config: RunConfig) -> Step:
     shape = GPT2Config(
         vocab_size=config.vocab_size, n_positions=config.seq_len, n_embd=config.d_model, n_layer=config.num_layers,
         n_head=config.num_heads, n_inner=config.d_ff, activation_function="gelu", resid_pdrop=drop, embd_pdrop=drop,
-        attn_pdrop=drop, use_cache=False,
+        attn_pdrop=drop, use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = GPT2LMHeadModel._from_config(shape, attn_implementation="sdpa")
 

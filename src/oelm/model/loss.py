@@ -4,7 +4,8 @@ With 50,257 words the logits of one batch are larger than the model. Here they e
 tokens at a time, in one buffer that becomes exp(logits) and then the softmax gradient in place.
 While they are there, everything is taken from them: the losses and both gradients. Rows stay
 unnormalised; the factor 1 / sum is applied to the narrow side of each product instead. On a GPU, and under
-torch.compile, the two are computed one after the other, in mixed precision where it is on.
+torch.compile, torch's own operations take a few thousand tokens at a time, in mixed precision where it is on,
+and make the logits again for the backward pass when there are more.
 """
 
 from typing import Any
@@ -13,11 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 CHUNK_FLOATS = 512 * 50_304
 """Size of the logit buffer. More tokens at a time mean fewer passes over the weight gradient."""
 ROW_MULTIPLE = 64
 """Rows of the buffer start at multiples of this, whatever the vocabulary: 50,257 is odd, 50,304 is not."""
+TORCH_TOKENS = 4_096
+"""Tokens that torch's own operations take at a time: with 50,257 words 0.8 GB of logits."""
 SAFE_SUM = 1e-20, 1e30
 """A row sum of exponentials in here is as good without subtracting the maximum: what was too small for float32
 beside it is less than 1e-17 of it, and nothing was too large."""
@@ -26,12 +30,23 @@ beside it is less than 1e-17 of it, and nothing was too large."""
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, reduction: str = "mean") -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight), targets)` in float32; reduction "mean", or "none" without gradient."""
     differentiable = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
-    plain = hidden_ND.device.type != "cpu" or torch.compiler.is_compiling() or (differentiable and reduction != "mean")
-    if plain:
-        return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), targets_N, reduction=reduction)
+    if hidden_ND.device.type != "cpu" or torch.compiler.is_compiling() or (differentiable and reduction != "mean"):
+        return _by_torch(hidden_ND, weight_VD, targets_N, reduction)
     if differentiable:
         return _LinearCrossEntropy.apply(hidden_ND, weight_VD, targets_N)
     losses_N = _losses(hidden_ND, weight_VD, targets_N)
+    return losses_N.mean() if reduction == "mean" else losses_N
+
+
+def _by_torch(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, reduction: str) -> Tensor:
+    def losses(hidden_CD: Tensor, targets_C: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden_CD, weight_VD).float(), targets_C, reduction="none")
+
+    parts = list(zip(hidden_ND.split(TORCH_TOKENS), targets_N.split(TORCH_TOKENS), strict=True))
+    if len(parts) == 1 or not torch.is_grad_enabled():
+        losses_N = torch.cat([losses(*part) for part in parts])
+    else:
+        losses_N = torch.cat([checkpoint(losses, *part, use_reentrant=False) for part in parts])
     return losses_N.mean() if reduction == "mean" else losses_N
 
 
