@@ -84,7 +84,7 @@ def test_torchs_own_operations_in_parts_give_the_same_and_never_hold_all_logits(
         found = solve(lambda *given: loss._by_torch(*given, "mean"), *problem())
     for ours, theirs in zip(found, solve(plainly, *problem()), strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert held == (10 if tokens_at_a_time == 10 else 45)
+    assert held <= 10 if tokens_at_a_time == 10 else held == 45
 
 
 def test_losses_of_single_tokens_average_to_the_mean(monkeypatch):

@@ -51,6 +51,8 @@ class Entry:
     """Largest speed-up over the baseline that arithmetic allows; None for peers."""
     memory: int
     """Peak resident bytes over those before the first step."""
+    repeats: list[float]
+    """Seconds of every timed step."""
 
 
 @dataclass(frozen=True)
@@ -122,27 +124,33 @@ def contest(
             if shape in HEADLESS:
                 raise UserError(f"{shape} has no output head: only arms can be timed on it")
             check_peer(name, nanogpt)
-    config = configure(shape, settings)
+    configs = {name: configure(shape, settings, name if name in ARMS else "baseline") for name in names}
     products = measure.gemm()
+    settle = any(name in PEERS for name in names)  # peers give their memory back while they wait; arms keep it
     with ExitStack() as stack:
         steps = {}
-        for name in names:
-            own = configure(shape, settings, name if name in ARMS else "baseline")
-            steps[name] = stack.enter_context(measure.Apart(contender, name, own, shape in HEADLESS, nanogpt))
+        for name, config in configs.items():
+            process = measure.Apart(contender, name, config, shape in HEADLESS, nanogpt, settle=settle)
+            steps[name] = stack.enter_context(process)
         seconds = measure.interleave(dict[str, Any](steps) | products, repeats, tick=tick)
         peaks = {name: step.memory() for name, step in steps.items()}
     peak = max(product.flops / float(np.median(seconds[name])) for name, product in products.items())
-    tokens, full = config.tokens_per_step, arithmetic(config, shape, causal=False)
+    config = configure(shape, settings)
+    full = arithmetic(config, shape, causal=False)
     entries = []
-    for name in names:
+    for name, own in configs.items():
         median = float(np.median(seconds[name]))
-        own = configure(shape, settings, name) if name in ARMS else config
-        needed = arithmetic(own, shape, causal=True)
-        bound = full / arithmetic(own, shape, causal=False) if name in ARMS else None
-        speedup = measure.ratio(seconds[names[0]], seconds[name])
-        entries.append(
-            Entry(name, median, tokens / median, needed / median / peak, speedup, bound, peaks[name])
-        )  # fmt: skip
+        entry = Entry(
+            name,
+            median,
+            tokens_per_second=config.tokens_per_step / median,
+            of_peak=arithmetic(own, shape, causal=True) / median / peak,
+            speedup=measure.ratio(seconds[names[0]], seconds[name]),
+            bound=full / arithmetic(own, shape, causal=False) if name in ARMS else None,
+            memory=peaks[name],
+            repeats=list(seconds[name]),
+        )
+        entries.append(entry)
     machine = {"cpu": describe()["cpu"], "torch": torch.__version__, "oelm": __version__}
     batch = f"{config.batch_size} x {config.seq_len}"
     return Contest(shape, batch, config.dropout, torch.get_num_threads(), repeats, peak, entries, machine)

@@ -81,7 +81,9 @@ class Gemm:
 class Apart:
     """A contender in a process of its own, with the settings and the memory that it would have alone."""
 
-    def __init__(self, make: Callable[..., Callable[[], object]], *arguments: Any) -> None:
+    def __init__(self, make: Callable[..., Callable[[], object]], *arguments: Any, settle: bool = True) -> None:
+        """`settle`: each timed step has an untimed one before it, so that what waiting did to memory does not count."""
+        self.settle = settle
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, torch.get_num_threads(), make, arguments))
@@ -89,7 +91,9 @@ class Apart:
         theirs.close()
 
     def turn(self) -> float:
-        """Seconds of a step. One goes before it untimed: what waiting did to caches and memory is not the step's."""
+        """Seconds of a step."""
+        if self.settle:
+            self._ask("turn")
         return self._ask("turn")
 
     def memory(self) -> int:
@@ -123,7 +127,6 @@ def _serve(pipe: Connection, threads: int, make: Callable[..., Callable[[], obje
         before = psutil.Process().memory_info().rss
         while True:
             if pipe.recv() == "turn":
-                step()
                 pipe.send(stopwatch(step))
             else:
                 pipe.send(peak_memory(torch.device("cpu")) - before)

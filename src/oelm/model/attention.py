@@ -68,6 +68,7 @@ class _BlockAttention(torch.autograd.Function):
     """Causal attention with or without dropout on its weights, for the CPU.
 
     Each block of queries meets the keys up to its end, and no others. The weights are kept for the backward pass.
+    (Products go into tensors of their own: torch writes into a part of one matrix by matrix.)
     """
 
     @staticmethod
@@ -82,7 +83,7 @@ class _BlockAttention(torch.autograd.Function):
                 keep_NQS, ctx.factor = keep_mask(tuple(weight_NQS.shape), p)
                 keeps.append(keep_NQS)
                 dropped_NQS = weight_NQS * keep_NQS
-            torch.bmm(dropped_NQS, v_NTK[:, seen], out=y_NTK[:, here])
+            y_NTK[:, here] = torch.bmm(dropped_NQS, v_NTK[:, seen])
         ctx.save_for_backward(q_NTK, k_NTK, v_NTK, *weights, *keeps)
         ctx.p, ctx.shape = p, q_BHTK.shape
         return y_NTK.mul_(ctx.factor).view(ctx.shape) if p else y_NTK.view(ctx.shape)
@@ -97,16 +98,18 @@ class _BlockAttention(torch.autograd.Function):
             d_y_NTK = d_y_NTK * ctx.factor
         d_q_NTK, d_k_NTK, d_v_NTK = torch.empty_like(q_NTK), torch.empty_like(k_NTK), torch.empty_like(v_NTK)
         for index, (here, seen) in reversed(list(enumerate(blocks))):
-            last = index == len(blocks) - 1  # it has seen all keys: it writes where the others add
             weight_NQS = dropped_NQS = saved[index]
             d_weight_NQS = torch.bmm(d_y_NTK[:, here], v_NTK[:, seen].mT)
             if keeps:
                 dropped_NQS = weight_NQS * keeps[index]
                 d_weight_NQS.mul_(keeps[index])
-            _bmm_into(d_v_NTK[:, seen], dropped_NQS.mT, d_y_NTK[:, here], last)
+            d_v_here_NSK = torch.bmm(dropped_NQS.mT, d_y_NTK[:, here])
             d_score_NQS = torch._softmax_backward_data(d_weight_NQS, weight_NQS, -1, weight_NQS.dtype)
-            torch.bmm(d_score_NQS, k_NTK[:, seen], out=d_q_NTK[:, here])
-            _bmm_into(d_k_NTK[:, seen], d_score_NQS.mT, q_NTK[:, here], last)
+            d_q_NTK[:, here] = torch.bmm(d_score_NQS, k_NTK[:, seen])
+            d_k_here_NSK = torch.bmm(d_score_NQS.mT, q_NTK[:, here])
+            write = Tensor.copy_ if index == len(blocks) - 1 else Tensor.add_  # the last block has seen all keys
+            write(d_k_NTK[:, seen], d_k_here_NSK)
+            write(d_v_NTK[:, seen], d_v_here_NSK)
         for gradient in (d_q_NTK, d_k_NTK):
             gradient.mul_(q_NTK.shape[-1] ** -0.5)
         return *(gradient.view(ctx.shape) for gradient in (d_q_NTK, d_k_NTK, d_v_NTK)), None
@@ -117,14 +120,6 @@ def _blocks(length: int, dropout: float) -> list[tuple[slice, slice]]:
     block = -(-QUERY_BLOCK // 2) if dropout else QUERY_BLOCK
     ends = [min(start + block, length) for start in range(0, length, block)]
     return [(slice(block * i, end), slice(0, end)) for i, end in enumerate(ends)]
-
-
-def _bmm_into(out_NIJ: Tensor, left_NIK: Tensor, right_NKJ: Tensor, first: bool) -> None:
-    """Batched product, written or added. (`baddbmm_` on a part of a tensor would go matrix by matrix.)"""
-    if first:
-        torch.bmm(left_NIK, right_NKJ, out=out_NIJ)
-    else:
-        out_NIJ += torch.bmm(left_NIK, right_NKJ)
 
 
 def _causal_weights(q_NQK: Tensor, k_NSK: Tensor) -> Tensor:
