@@ -116,9 +116,11 @@ def test_sliced_frames_have_no_query_or_key_parameters():
     assert not [name for name in names if "attention.q" in name or "attention.k" in name]
 
 
+@pytest.mark.parametrize("kept", [0, 1_000])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "bias")])
-def test_a_gelu_that_is_made_again_has_the_gradients_of_one_that_was_kept(frozen):
+def test_a_gelu_that_is_kept_or_made_again_has_the_gradients_of_autograd(frozen, kept, monkeypatch):
     """In float64, against autograd through GELU and the linear layer; no gradient for what is frozen."""
+    monkeypatch.setattr("oelm.model.gpt.KEPT_FLOATS", kept)
     chance = torch.Generator().manual_seed(0)
     layer = GeluLinear(7, 5).double()
     for name in frozen:

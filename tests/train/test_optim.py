@@ -6,7 +6,7 @@ import torch
 from oelm.config import resolve
 from oelm.model import freeze
 from oelm.model.gpt import build_gpt
-from oelm.train.optim import build_optimizer, learning_rate, optimizer_tensors
+from oelm.train.optim import allocate_moments, build_optimizer, learning_rate, optimizer_tensors
 
 
 def rates(**settings):
@@ -50,6 +50,23 @@ def test_frozen_parameters_are_in_no_group_and_get_no_state():
     names = {key.rpartition("/")[0] for key in optimizer_tensors(model, optimizer)}
     assert names == {name for name, _ in model.named_parameters()} - frozen
     assert all(model.get_parameter(name).grad is None for name in frozen)
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])  # fused, and not: the optimizer alone asks
+def test_moments_that_are_there_before_the_first_step_are_those_that_adamw_makes(device):
+    config = resolve({"preset": "tiny"})
+    x = torch.zeros(2, 8, dtype=torch.long)
+    models, found = [build_gpt(config) for _ in range(2)], []
+    for model, early in zip(models, (True, False), strict=True):
+        optimizer = build_optimizer(model, config, torch.device(device))
+        if early:
+            allocate_moments(optimizer)
+        model(x, x).backward()
+        optimizer.step()
+        found.append(optimizer_tensors(model, optimizer))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
 
 
 def test_matrices_decay_and_vectors_do_not():

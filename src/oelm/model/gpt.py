@@ -14,6 +14,10 @@ from oelm.model.frames import INIT_STD, draw_frame, gaussian
 from oelm.model.loss import linear_cross_entropy
 
 
+KEPT_FLOATS = 2**21
+"""Up to here GELU(x) is kept for the backward pass instead of made again."""
+
+
 class Embedding(nn.Embedding):
     """Without torch's own draw, which on the meta device would import the whole compiler."""
 
@@ -45,20 +49,23 @@ class GeluLinear(nn.Linear):
 
 
 class _GeluLinear(torch.autograd.Function):
-    """Keeps x alone: GELU(x), as large, is made again for the weight gradient, at 0.6 % of a step's time."""
+    """Of two tensors that are equally large, x and GELU(x), only x is kept: the other is made again for the weight
+    gradient, at 0.6 % of a step's time. Where they are small, both are."""
 
     @staticmethod
     def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor, bias_D: Tensor) -> Tensor:
-        ctx.save_for_backward(x_BTF, weight_DF)
-        return F.linear(F.gelu(x_BTF), weight_DF, bias_D)
+        gelu_BTF = F.gelu(x_BTF)
+        ctx.save_for_backward(x_BTF, weight_DF, gelu_BTF if x_BTF.numel() <= KEPT_FLOATS else None)
+        return F.linear(gelu_BTF, weight_DF, bias_D)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        x_BTF, weight_DF = ctx.saved_tensors
+        x_BTF, weight_DF, gelu_BTF = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
         d_y_ND = d_y_BTD.flatten(0, -2)
-        d_weight_DF = d_y_ND.t() @ F.gelu(x_BTF).flatten(0, -2) if for_weight else None
+        gelu_BTF = F.gelu(x_BTF) if gelu_BTF is None else gelu_BTF
+        d_weight_DF = d_y_ND.t() @ gelu_BTF.flatten(0, -2) if for_weight else None
         d_x_BTF = torch.ops.aten.gelu_backward(d_y_BTD @ weight_DF, x_BTF) if for_x else None
         return d_x_BTF, d_weight_DF, d_y_ND.sum(0) if for_bias else None
 

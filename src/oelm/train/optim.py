@@ -42,6 +42,16 @@ def build_optimizer(model: nn.Module, config: RunConfig, device: torch.device) -
     )
 
 
+def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make AdamW's state, side by side. AdamW makes it behind the first backward pass, scattered over the memory that
+    the activations have left, and those of the second step no longer fit in between."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            step = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": step, **moments}
+
+
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state by parameter name: `<name>/exp_avg`, …"""
     names = {id(parameter): name for name, parameter in model.named_parameters()}

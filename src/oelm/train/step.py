@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from oelm.config import RunConfig
 from oelm.model import freeze
 from oelm.train.distributed import World
-from oelm.train.optim import build_optimizer
+from oelm.train.optim import allocate_moments, build_optimizer
 from oelm.train.task import Batch
 
 
@@ -33,6 +33,8 @@ class Update:
 
     def gradient(self, step: int, batches: Sequence[Batch]) -> tuple[float, float]:
         """Mean loss and gradient norm of this process's share of update `step`; the gradient is clipped."""
+        if not self.optimizer.state:
+            allocate_moments(self.optimizer)
         if self.config.dropout:
             torch.manual_seed(_dropout_seed(self.config.seed, step, self.world.rank))
         self.parallel.train()
