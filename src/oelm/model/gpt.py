@@ -13,7 +13,6 @@ from oelm.model.dropout import Dropout
 from oelm.model.frames import INIT_STD, draw_frame, gaussian
 from oelm.model.loss import linear_cross_entropy
 
-
 KEPT_FLOATS = 2**21
 """Up to here GELU(x) is kept for the backward pass instead of made again."""
 
