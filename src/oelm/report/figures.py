@@ -186,8 +186,9 @@ def proportional(points: Sequence[tuple[str, float, float]], x_label: str, y_lab
     with _drawing(WIDTH, 3.6) as (figure, ax):
         ax.plot([0, x.max()], [0, slope * x.max()], color=INK, linewidth=1, linestyle="--")
         ax.plot(x, y, "o", color=COLOURS[1])
-        for name, at_x, at_y in points:
-            ax.annotate(name, (at_x, at_y), xytext=(5, -9), textcoords="offset points", fontsize=8)
+        for i, (name, at_x, at_y) in enumerate(points):  # neighbours have theirs on different sides
+            side: dict[str, Any] = dict(xytext=(-5, 4), ha="right") if i % 2 else dict(xytext=(5, -9))
+            ax.annotate(name, (at_x, at_y), textcoords="offset points", fontsize=8, **side)
         ax.set_xlim(0, 1.2 * x.max())
         ax.set_ylim(0, 1.1 * y.max())
         _labels(ax, x_label, y_label)
