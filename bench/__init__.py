@@ -1,0 +1,16 @@
+"""Benchmarks of the project's own; each is a command: python -m bench.NAME --help."""
+
+import sys
+from collections.abc import Callable
+
+from oelm.errors import UserError
+
+PREPARED = "prepared tokens, e.g. by: oelm prepare tinystories --tokenizer bpe:1024 --out data/tinystories-bpe1024"
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call it; bad input ends in one line."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

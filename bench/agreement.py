@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench import PREPARED, run
 from bench.plain_gpt import PlainGPT, plain_steps
 from oelm.config import RunConfig, resolve
 from oelm.data.tokens import TokenData, open_data
@@ -61,7 +62,7 @@ def curves(config: RunConfig, data: TokenData) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="data/tinystories-bpe1024")
+    parser.add_argument("--data", default="data/tinystories-bpe1024", help=PREPARED)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -84,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,6 +9,7 @@ and PREFIX.md.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench import PREPARED, run
 from oelm.bench.measure import Apart, interleave, ratio
 from oelm.config import RunConfig, resolve
 from oelm.data.tokens import TokenData, open_data
@@ -58,7 +60,7 @@ def inside(config: RunConfig, data: TokenData, repeats: int) -> dict[str, float]
     return {
         "reading_share": float(np.median(seconds["read"]) / np.median(seconds["train"])),
         "evaluation_over_training": found.value,
-        "evaluation_over_training_low": found.low,
+        "evaluation_over_training_low": found.low if found.low is not None else math.nan,
     }
 
 
@@ -104,7 +106,7 @@ def processes(config: RunConfig, data: TokenData, rounds: int, steps: int) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", required=True, help=PREPARED)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
@@ -138,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

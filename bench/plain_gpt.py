@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from bench import PREPARED, run
 from oelm.config import RunConfig, resolve
 from oelm.data.tokens import WindowOrder, open_data, read_windows
 
@@ -106,7 +107,7 @@ def _validate(model: PlainGPT, tokens: np.ndarray, seq_len: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="data/tinystories-bpe1024")
+    parser.add_argument("--data", default="data/tinystories-bpe1024", help=PREPARED)
     parser.add_argument("--tokens", type=float, default=10e6)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", default="outputs/bench_plain_gpt")
@@ -124,4 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

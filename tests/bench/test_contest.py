@@ -40,6 +40,10 @@ def test_a_table_a_picture_and_json_are_written(small, oelm, tmp_path):
     assert found["entries"][0]["speedup"]["value"] == 1.0
     assert found["repeats"] == 3
     assert "oelm_sliced" in result.out
+    text = (tmp_path / "a" / "b.c.md").read_text()
+    assert text.startswith("# b.c\n")
+    assert "oelm bench baseline oelm_sliced published --shape medium-512 --repeats 3" in text.replace("\\", "")
+    assert "bounds take 6 repeats" in text
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,9 @@ def test_a_table_a_picture_and_json_are_written(small, oelm, tmp_path):
         (("baseline", "nanogpt", "--nanogpt", "nowhere"), "model.py is not there"),
         (("baseline", "published", "--shape", "bert-base"), "only arms"),
         (("--dropout", "1.5"), "dropout"),
+        (("--out", "/proc/nowhere/bench"), "cannot write to /proc/nowhere"),
+        (("--out", "."), "no name for a file"),
+        (("--batch_size", "0"), "batch_size"),
     ],
 )
 def test_a_contest_that_cannot_be_is_refused_in_one_line(small, oelm, arguments, message):
@@ -84,7 +91,9 @@ def test_profile_finds_every_part_and_accounts_for_the_backward_pass(oelm, tmp_p
     shape = ("--preset", "tiny", "--dropout", 0.1, "--steps", 2, "--threads", 1)
     result = oelm("profile", *shape, "--json", "--trace", tmp_path / "t" / "trace.json")
     assert result.code == 0, result.err
-    parts = {part["name"]: part for part in json.loads(result.out)}
+    found = json.loads(result.out)
+    assert (found["config"]["preset"], found["threads"], found["steps"]) == ("tiny", 1, 2)
+    parts = {part["name"]: part for part in found["parts"]}
     expected = {"embeddings", "norms", "attention weights", "ffn", "output head and loss", "dropout"}
     expected |= {f"attention {role}" for role in "qkvo"} | {"optimizer", "gradient norm and clipping"}
     assert expected <= parts.keys()
@@ -98,7 +107,30 @@ def test_profile_finds_every_part_and_accounts_for_the_backward_pass(oelm, tmp_p
 
 def test_what_the_forward_pass_keeps_is_counted_by_part(oelm):
     shape = ("--preset", "tiny", "--steps", 1, "--threads", 1, "--batch_size", 64, "--json")
-    parts = {part["name"]: part for part in json.loads(oelm("profile", *shape).out)}
+    parts = {part["name"]: part for part in json.loads(oelm("profile", *shape).out)["parts"]}
     config = resolve({"preset": "tiny", "batch_size": 64})
     inner, outer = (config.num_layers * 64 * config.seq_len * width * 4 for width in (config.d_ff, config.d_model))
-    assert parts["ffn"]["kept"] == inner + outer  # what goes into GELU, and the sum of the residual stream
+    assert parts["ffn"]["kept"] == 2 * inner + outer  # what goes into GELU and comes out, and the residual stream
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [("/proc/nowhere/t.json", "cannot write to /proc/nowhere"), ("/tmp", "no name for a file"),
+     ("/dev/full", "no name for a file")],
+)  # fmt: skip
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_measured(oelm, trace, message):
+    result = oelm("profile", "--preset", "tiny", "--trace", trace)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert message in result.err
+
+
+def test_a_trace_that_the_profiler_could_not_finish_is_an_error(oelm, tmp_path, monkeypatch):
+    def half(self, path):
+        with open(path, "w") as file:
+            file.write('{"traceEvents": [')
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", half)
+    result = oelm("profile", "--preset", "tiny", "--steps", 1, "--threads", 1, "--trace", tmp_path / "t.json")
+    assert result.code == 2
+    assert "is the disk full?" in result.err
+    assert not list(tmp_path.iterdir())

@@ -1,3 +1,6 @@
+import signal
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -15,12 +18,26 @@ def test_contenders_take_turns_and_the_beginner_changes():
 
 
 def test_the_ratio_is_that_of_medians_and_its_bounds_hold_the_spread():
-    slow, fast = np.array([2.0, 2.2, 2.1, 9.0, 2.0]), np.array([1.0, 1.1, 1.0, 1.0, 5.0])
+    slow, fast = np.array([2.0, 2.2, 2.1, 2.1, 9.0, 2.0]), np.array([1.0, 1.1, 1.0, 1.0, 1.0, 5.0])
     found = measure.ratio(slow, fast)
     assert found.value == 2.1
     assert found.low <= 2.1 <= found.high
     exact = measure.ratio(np.full(30, 3.0), np.full(30, 1.5))
     assert (exact.value, exact.low, exact.high) == (2.0, 2.0, 2.0)
+    assert str(measure.ratio(slow[:5], fast[:5])) == "2.100"  # too few for bounds
+
+
+def test_an_interrupted_measurement_ends_its_contenders_in_the_middle_of_a_step():
+    begin = time.monotonic()
+    contender = measure.Apart(lasting, settle=False)
+    contender._pipe.send("turn")
+    contender.__exit__(KeyboardInterrupt)
+    assert contender._process.exitcode == -signal.SIGTERM
+    assert time.monotonic() - begin < 60
+
+
+def lasting():
+    return lambda: time.sleep(600)
 
 
 def allocate(megabytes):
@@ -35,10 +52,11 @@ def test_memory_is_what_a_step_adds_at_its_peak_however_large_the_parent_is():
         assert contender.memory() == pytest.approx(200 * 2**20, rel=0.1)
 
 
-def fail(what):
-    raise UserError(what)
+def fail(error):
+    raise error
 
 
-def test_what_goes_wrong_in_a_measured_process_is_told_here():
-    with measure.Apart(fail, "no such thing") as contender, pytest.raises(UserError, match="no such thing"):
+@pytest.mark.parametrize("error", [UserError("no such thing"), FileNotFoundError("no such file")])
+def test_what_goes_wrong_in_a_measured_process_is_told_here(error):
+    with measure.Apart(fail, error) as contender, pytest.raises(type(error), match="no such"):
         contender.turn()

@@ -36,3 +36,9 @@ def test_evaluation_drops_nothing_and_the_gradient_has_the_same_holes():
     y.sum().backward()
     assert 0 < (y == 0).sum() < 1000
     assert torch.equal(x.grad, y.detach())
+
+
+def test_a_probability_that_rounds_to_one_still_keeps_something_to_scale():
+    keep, factor = keep_mask((1_000,), 0.9999999)
+    assert factor == 2**16
+    assert keep.sum() <= 3

@@ -116,3 +116,11 @@ def test_never_more_than_the_buffer_of_logits_is_allocated(monkeypatch):
     with Watch():
         solve(linear_cross_entropy, *problem())
     assert max(sizes) == 103 * 24  # the weight and its gradient; all logits would be 45 * 103
+
+
+def test_a_second_backward_pass_is_refused_with_a_reason():
+    hidden, weight, targets = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), torch.tensor([0, 1, 2])
+    loss = linear_cross_entropy(hidden, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        loss.backward()

@@ -20,7 +20,7 @@ from oelm.bench.peers import check_peer, peer
 from oelm.config import RunConfig, resolve
 from oelm.errors import UserError, nearest
 from oelm.files import write_atomic
-from oelm.machine import describe, keep_memory
+from oelm.machine import describe, keep_memory, now
 from oelm.model import cost
 from oelm.model.gpt import GPT, build_gpt
 from oelm.train.distributed import World
@@ -31,9 +31,9 @@ PEERS = ("transformers", "published", "nanogpt")
 SHAPES: dict[str, dict[str, Any]] = {
     "medium-512": dict(preset="medium-512", batch_size=4),
     "pocket": dict(preset="pocket"),
-    "bert-base": dict(d_model=768, num_layers=12, num_heads=12, d_ff=3072, seq_len=128, vocab_size=1024, batch_size=16),
+    "bert-base": dict(d_model=768, num_layers=12, num_heads=12, d_ff=3072, seq_len=128, vocab_size=1024, batch_size=8),
 }  # fmt: skip
-"""bert-base: its blocks and width on 16 x 128 tokens, without an output head (the loss is taken of the last layer)."""
+"""bert-base: its blocks and width on 8 x 128 tokens, without an output head (the loss is taken of the last layer)."""
 HEADLESS = frozenset({"bert-base"})
 
 
@@ -65,6 +65,8 @@ class Contest:
     gemm_peak: float
     entries: list[Entry]
     machine: dict[str, str]
+    command: str
+    """What measures it again."""
 
 
 def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Path | None = None) -> Callable[[], None]:
@@ -115,6 +117,7 @@ def contest(
     repeats: int = measure.REPEATS,
     nanogpt: Path | None = None,
     tick: Callable[[], None] = lambda: None,
+    command: str = "",
 ) -> Contest:
     """Time a training step of each of `names` (arms or peers), the first being what the others are compared with."""
     for name in names:
@@ -151,9 +154,9 @@ def contest(
             repeats=list(seconds[name]),
         )
         entries.append(entry)
-    machine = {"cpu": describe()["cpu"], "torch": torch.__version__, "oelm": __version__}
+    machine = {"cpu": describe()["cpu"], "torch": torch.__version__, "oelm": __version__, "on": now()[:10]}
     batch = f"{config.batch_size} x {config.seq_len}"
-    return Contest(shape, batch, config.dropout, torch.get_num_threads(), repeats, peak, entries, machine)
+    return Contest(shape, batch, config.dropout, torch.get_num_threads(), repeats, peak, entries, machine, command)
 
 
 HEADINGS = [
@@ -161,7 +164,7 @@ HEADINGS = [
     "ms",
     "tokens/s",
     "of peak",
-    "speed-up (95 %)",
+    "speed-up",
     "theory",
     "memory",
 ]
@@ -175,7 +178,7 @@ def table(found: Contest) -> tuple[list[str], list[list[str]]]:
             _significant(1000 * entry.seconds),
             _significant(entry.tokens_per_second),
             f"{entry.of_peak:.1%}",
-            f"{entry.speedup.value:.3f}" + (f" [{entry.speedup.low:.3f}, {entry.speedup.high:.3f}]" if index else ""),
+            str(entry.speedup) if index else "1.000",
             f"{entry.bound:.3f}" if entry.bound is not None else "",
             f"{entry.memory / 2**20:,.0f} MiB",
         ]
@@ -192,10 +195,19 @@ def _significant(value: float, digits: int = 4) -> str:
 
 def caption(found: Contest) -> str:
     return (
-        f"{found.shape}, {found.batch} tokens a step, dropout {found.dropout:g}, {found.threads} thread(s); "
-        f"{found.repeats} interleaved repeats; GEMM peak {found.gemm_peak / 1e9:.1f} GFLOP/s in the same run; "
-        f"speed-up over {found.entries[0].name}"
+        f"{found.shape}{' without its head' if found.shape in HEADLESS else ''}, {found.batch} tokens a step, dropout "
+        f"{found.dropout:g}, {_count(found.threads, 'thread')}; {_count(found.repeats, 'interleaved repeat')}; GEMM "
+        f"peak {found.gemm_peak / 1e9:.1f} GFLOP/s in the same run; speed-up over {found.entries[0].name}"
+        + (
+            f", in brackets one-sided {measure.CONFIDENCE:.0%} bounds"
+            if found.repeats >= measure.LEAST_REPEATS
+            else f" (bounds take {measure.LEAST_REPEATS} repeats)"
+        )
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def write(found: Contest, prefix: Path) -> list[Path]:
@@ -206,9 +218,9 @@ def write(found: Contest, prefix: Path) -> list[Path]:
     shown = [(e.name, e.speedup.value, e.speedup.low, e.speedup.high, e.bound) for e in found.entries]
     svg = figures.speedups(shown, f"speed-up over {found.entries[0].name}", "theory")
     picture = prefix.with_name(prefix.name + ".svg")
-    facts = Text(", ".join(f"{key} {value}" for key, value in found.machine.items()))
+    facts = Text(f"{found.command} ({', '.join(f'{key} {value}' for key, value in found.machine.items())})")
     document = Document(
-        f"oelm bench: {found.shape}",
+        prefix.name,
         caption(found),
         "en",
         "",

@@ -1,6 +1,7 @@
 """Interleaved measurement: every contender takes a step, then all again, so that what disturbs one disturbs all."""
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,14 +19,21 @@ from oelm.train.clock import peak_memory
 REPEATS = 30
 RESAMPLES = 2_000
 CONFIDENCE = 0.95
+LEAST_REPEATS = 6
+"""Below it there are no bounds: all of five repeats lie on one side of the median in one case of sixteen."""
+GEMM_SIZES = ((2048, 2048, 2048), (4096, 1024, 4096))
 
 
 @dataclass(frozen=True)
 class Interval:
     value: float
-    low: float
-    high: float
-    """`low` and `high` are one-sided bounds, each at CONFIDENCE."""
+    low: float | None
+    high: float | None
+    """`low` and `high` are one-sided bounds, each at CONFIDENCE; None where there are too few repeats for any."""
+
+    def __str__(self) -> str:
+        bounds = f" [{self.low:.3f}, {self.high:.3f}]" if self.low is not None else ""
+        return f"{self.value:.3f}{bounds}"
 
 
 def stopwatch(step: Callable[[], object]) -> float:
@@ -56,14 +64,17 @@ def interleave(
 
 def ratio(slower: np.ndarray, faster: np.ndarray) -> Interval:
     """How many times faster: the ratio of medians, with bounds from resampled rounds."""
+    value = float(np.median(slower) / np.median(faster))
+    if len(slower) < LEAST_REPEATS:
+        return Interval(value, None, None)
     chance = np.random.default_rng(0)
     drawn = chance.integers(0, len(slower), (RESAMPLES, len(slower)))
     ratios = np.median(slower[drawn], axis=1) / np.median(faster[drawn], axis=1)
     low, high = np.quantile(ratios, (1 - CONFIDENCE, CONFIDENCE))
-    return Interval(float(np.median(slower) / np.median(faster)), float(low), float(high))
+    return Interval(value, float(low), float(high))
 
 
-def gemm(sizes: Sequence[tuple[int, int, int]] = ((2048, 2048, 2048), (4096, 1024, 4096))) -> dict[str, "Gemm"]:
+def gemm(sizes: Sequence[tuple[int, int, int]] = GEMM_SIZES) -> dict[str, "Gemm"]:
     return {f"gemm {m} x {k} x {n}": Gemm(m, k, n) for m, k, n in sizes}
 
 
@@ -87,7 +98,9 @@ class Apart:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, torch.get_num_threads(), make, arguments))
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is this process's to answer
         self._process.start()
+        signal.signal(signal.SIGINT, interrupt)
         theirs.close()
 
     def turn(self) -> float:
@@ -113,27 +126,26 @@ class Apart:
     def __enter__(self) -> "Apart":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object = None, *error: object) -> None:
+        if kind is not None:
+            self._process.terminate()
         self._pipe.close()
         self._process.join()
 
 
 def _serve(pipe: Connection, threads: int, make: Callable[..., Callable[[], object]], arguments: Any) -> None:
     torch.set_num_threads(threads)
-    try:
-        step = make(*arguments)
-        torch.ones(1).sum()  # what torch loads with its first operations is not the step's
-        _forget_peak()
-        before = psutil.Process().memory_info().rss
-        while True:
-            if pipe.recv() == "turn":
-                pipe.send(stopwatch(step))
-            else:
-                pipe.send(peak_memory(torch.device("cpu")) - before)
-    except (EOFError, OSError):  # nobody listens any more
-        return
-    except Exception as error:
-        pipe.send(error)
+    with suppress(EOFError, BrokenPipeError, ConnectionError):  # nobody listens any more
+        try:
+            step = make(*arguments)
+            torch.ones(1).sum()  # what torch loads with its first operations is not the step's
+            _forget_peak()
+            before = psutil.Process().memory_info().rss
+            while True:
+                word = pipe.recv()
+                pipe.send(stopwatch(step) if word == "turn" else peak_memory(torch.device("cpu")) - before)
+        except Exception as error:
+            pipe.send(error)
 
 
 def _forget_peak() -> None:

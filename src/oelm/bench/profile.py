@@ -4,8 +4,9 @@ Every module's forward pass is a named range of torch's profiler. An operation b
 range around it; one of the backward pass belongs where the forward operation with its sequence number did.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from oelm.config import RunConfig
+from oelm.errors import UserError
+from oelm.machine import keep_memory
 from oelm.model.gpt import build_gpt
 from oelm.train.distributed import World, pick_device
 from oelm.train.step import Update
@@ -42,6 +45,7 @@ def profile_step(
     config: RunConfig, steps: int = 3, trace: Path | None = None, tick: Callable[[], None] = lambda: None
 ) -> list[Part]:
     """Profile `steps` whole training steps on random tokens; parts in the order in which they first run."""
+    keep_memory()
     device = pick_device(config.device)
     model = build_gpt(config, device)
     update = Update(model, config, World(0, 1, device), lambda model, batch: model(*batch))
@@ -52,7 +56,7 @@ def profile_step(
     update.apply(config.max_lr)
     tick()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with ExitStack() as ranges, profile(activities=activities, profile_memory=True) as found:
+    with ExitStack() as ranges, _hushed(), profile(activities=activities, profile_memory=True) as found:
         _name_parts(model, ranges)
         for step in range(1, steps + 1):
             with record_function(RANGE + "gradient norm and clipping"):
@@ -61,14 +65,42 @@ def profile_step(
                 update.apply(config.max_lr)
             tick()
     if trace is not None:
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(str(trace))
+        _export(found, trace)
     return _by_part(list(found.events() or []), steps)
+
+
+def _export(found: profile, trace: Path) -> None:
+    """The profiler says nothing when it cannot write: what it wrote is looked at before it gets its name."""
+    unchecked = trace.with_name(f".{trace.name}.{os.getpid()}.json")
+    try:
+        with _hushed():
+            found.export_chrome_trace(str(unchecked))
+        if not (unchecked.exists() and unchecked.read_bytes().rstrip().endswith(b"}")):
+            raise UserError(f"{trace} could not be written: is the disk full?")
+        unchecked.replace(trace)
+    finally:
+        for left in (unchecked, unchecked.with_name(unchecked.name + ".tmp")):
+            left.unlink(missing_ok=True)
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Without what the profiler's C++ writes to standard error about itself."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
 
 
 def _name_parts(model: nn.Module, ranges: ExitStack) -> None:
     """Put a range around every module's forward pass, until `ranges` closes."""
     for name, module in model.named_modules():
+        if isinstance(module, nn.Identity):
+            continue
         label = RANGE + part_of(name)
         stack: list[Any] = []
 
@@ -113,7 +145,9 @@ def _by_part(events: list[Any], steps: int) -> list[Part]:
             part.backward += seconds
         else:
             part.forward += seconds
-            part.kept += event.self_cpu_memory_usage // steps
+            part.kept += event.self_cpu_memory_usage
+    for part in parts.values():
+        part.kept = round(part.kept / steps)
     return list(parts.values())
 
 

@@ -1,6 +1,7 @@
 """The parser: one-line errors, flags with dashes or underscores, one flag per config field."""
 
 import argparse
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
@@ -10,11 +11,21 @@ if TYPE_CHECKING:
     from oelm.config import RunConfig
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Sentences are wrapped to the terminal; examples and tables, which begin with oelm or have columns, are not."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = textwrap.dedent(text).strip().split("\n\n")
+        raw = [paragraph.startswith("oelm ") or "  " in paragraph for paragraph in paragraphs]
+        filled = [p if keep else textwrap.fill(p, width) for p, keep in zip(paragraphs, raw, strict=True)]
+        return "\n\n".join(filled)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with one-line errors and the nearest name for an unknown flag."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+        super().__init__(formatter_class=Help, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")

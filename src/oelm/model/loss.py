@@ -66,6 +66,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # Nothing holds on to them here, so that autograd may add to them instead of copying them.
         gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("this loss has one backward pass: its gradients are handed out, not kept")
         if scale != 1:
             gradients = [None if gradient is None else gradient.mul_(scale) for gradient in gradients]
         return *gradients, None

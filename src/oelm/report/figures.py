@@ -161,12 +161,15 @@ def waterfall(steps: Sequence[tuple[str, float, float]], label: str) -> str:
         return _svg(figure)
 
 
-def speedups(rows: Sequence[tuple[str, float, float, float, float | None]], label: str, bound_label: str) -> str:
+def speedups(
+    rows: Sequence[tuple[str, float, float | None, float | None, float | None]], label: str, bound_label: str
+) -> str:
     """Bars with bounds; `rows` are (name, value, low, high, what arithmetic allows at most or None)."""
     with _drawing(WIDTH, 0.9 + 0.42 * len(rows)) as (figure, ax):
         for y, (_, value, low, high, bound) in enumerate(rows):
             ax.barh(y, value, color=COLOURS[1] if y else INK, alpha=0.6, height=0.6)
-            ax.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
+            if low is not None and high is not None:
+                ax.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
             ax.annotate(f"{value:.3f}", (0, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
             if bound is not None and bound != 1:
                 marker = dict(color=VERDICTS["FAIL"], markersize=12, markeredgewidth=1.6)
