@@ -1,31 +1,35 @@
-"""The table of arms: how Query/Key start, and what of them is frozen.
+"""The table of arms: how Query/Key start, what of them is frozen and when, and what is added to them.
 
 An arm is a set of defaults for config fields of the same names; it never carries a learning rate.
 Adding an arm is one entry here.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Arm:
-    frames: str
-    """How the Q/K matrices start (see `oelm.model.frames`)."""
-    freeze: str
-    """What is frozen (see `oelm.model.freeze`)."""
     about: str
+    settings: dict[str, Any]
+    """Config fields that the arm sets; the others of the group stay at their defaults."""
 
-    def fields(self) -> dict[str, str]:
-        return {"frames": self.frames, "freeze": self.freeze, "sliced_keys": "tied"}
+
+def _arm(about: str, **settings: Any) -> Arm:
+    return Arm(about, settings)
 
 
 ARMS: dict[str, Arm] = {
-    "baseline": Arm("normal", "none", "Q/K from N(0, 0.02²) like every other matrix, trained"),
-    "oelm_v2": Arm("orthogonal", "qk", "OELM-Freeze: head-wise orthogonal Q/K, frozen"),
-    "oelm_random": Arm("normal", "qk", "OELM-Random, the published control: Q/K from N(0, 0.02²), frozen"),
-    "oelm_matched": Arm("matched", "qk", "the fair control: Q/K from N(0, 1/d_model), frozen"),
-    "oelm": Arm("global", "qk", "OELM v1: one orthogonal d_model x d_model matrix for all heads, frozen"),
-    "oelm_shared": Arm("shared", "qk", "head-wise orthogonal Q/K, one frame for all layers, frozen"),
-    "oelm_sliced": Arm("sliced", "qk", "free frames: a head's Q/K are its slice of the input, no parameters"),
-    "orthogonal": Arm("orthogonal", "none", "head-wise orthogonal Q/K, trained"),
+    "baseline": _arm("Q/K from N(0, 0.02²) like every other matrix, trained"),
+    "oelm_v2": _arm("OELM-Freeze: head-wise orthogonal Q/K, frozen", frames="orthogonal", freeze="qk"),
+    "oelm_random": _arm("OELM-Random, the published control: Q/K from N(0, 0.02²), frozen", freeze="qk"),
+    "oelm_matched": _arm("the fair control: Q/K from N(0, 1/d_model), frozen", frames="matched", freeze="qk"),
+    "oelm": _arm(
+        "OELM v1: one orthogonal d_model x d_model matrix for all heads, frozen", frames="global", freeze="qk"
+    ),
+    "oelm_shared": _arm("head-wise orthogonal Q/K, one frame for all layers, frozen", frames="shared", freeze="qk"),
+    "oelm_sliced": _arm(
+        "free frames: a head's Q/K are its slice of the input, no parameters", frames="sliced", freeze="qk"
+    ),
+    "orthogonal": _arm("head-wise orthogonal Q/K, trained", frames="orthogonal"),
 }

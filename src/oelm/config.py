@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from oelm.arms import ARMS
 from oelm.errors import UserError, nearest
+from oelm.policy import Policy, parse_rates
+from oelm.policy import parse as parse_policy
 
 INIT_STD = 0.02
 """Of every matrix that is not a frame, as published."""
@@ -41,8 +43,32 @@ class ArmFields(_Fields):
     rows per head that all layers share, or no matrix at all: a head reads its own slice of the input."""
     sliced_keys: Literal["tied", "next", "shuffled"] = "tied"
     """With sliced frames, a head's key: its query's slice, the next head's, or every num_heads-th channel."""
-    freeze: Literal["none", "qk"] = "none"
-    """What is frozen at its start value for the whole run."""
+    freeze: str = "none"
+    """What is frozen, where and when: none, qk, qk@1-3, qk:until0.5 … (see `oelm inspect --policies`)."""
+    lr_scale: str = ""
+    """Factors on the learning rate by part or pattern of names, the first that matches: qk=0.1, blocks.0.*=2."""
+    tie_qk: bool = False
+    """One matrix is both Q and K of a layer."""
+    key_shift: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """Share of every head's key channels that are taken from the token before."""
+    key_conv: Annotated[int, Field(ge=0, le=64)] = 0
+    """Causal convolution of the keys over so many tokens, per channel; starts as the identity. 0: none."""
+    core: bool = False
+    """A trained d_head x d_head matrix per head on the queries; starts as the identity."""
+    lora: Annotated[int, Field(ge=0, le=4_096)] = 0
+    """Rank of a trained addition to Q and K; starts as zero. 0: none."""
+    qk_gain: bool = False
+    """A trained gain per channel of the queries; starts at 1."""
+    temperature: bool = False
+    """A trained gain per head; starts at 1."""
+    qk_norm: bool = False
+    """Queries and keys are scaled to unit root mean square, head by head."""
+    qk_bias: bool = False
+    """Trained biases of Q and K; start at 0."""
+    relative_bias: bool = False
+    """A trained addition to the attention logits, per head and distance; starts at 0."""
+    rope: Literal["none", "half", "full"] = "none"
+    """Rotary positions on none, half or all channels of a head, in place of learned positions."""
 
 
 class ModelFields(ArmFields):
@@ -142,6 +168,12 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
             raise ValueError(f"num_heads {self.num_heads} does not divide d_model {self.d_model}: try {near}")
         if self.min_lr > self.max_lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above max_lr {self.max_lr:g}: swap or lower it")
+        if self.rope != "none" and self.d_head % 4:
+            raise ValueError(f"rope needs a d_head that 4 divides, not {self.d_head}")
+        if self.frames == "sliced" and (self.lora or self.qk_bias or self.tie_qk):
+            raise ValueError("sliced frames have no Q/K matrices: leave lora, qk_bias and tie_qk out")
+        parse_policy(self.freeze, self.num_layers, self.max_steps)
+        parse_rates(self.lr_scale)
         if self.micro_batch and self.batch_size % self.micro_batch:
             raise ValueError(f"micro_batch {self.micro_batch} does not divide batch_size {self.batch_size}")
         return self
@@ -154,6 +186,22 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
     def qk_scale(self) -> float:
         """Standard deviation of the entries of Q/K at the start."""
         return INIT_STD if self.frames == "normal" else self.d_model**-0.5
+
+    @property
+    def policy(self) -> Policy:
+        return parse_policy(self.freeze, self.num_layers, self.max_steps)
+
+    @property
+    def trains_qk(self) -> bool:
+        """Nothing is ever frozen: a baseline, with or without extras."""
+        return not self.policy.clauses
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What is added to the attention, where it is not the default."""
+        return {
+            key: getattr(self, key) for key in EXTRAS if getattr(self, key) != ModelFields.model_fields[key].default
+        }
 
     @property
     def windows_per_step(self) -> int:
@@ -180,7 +228,20 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
 
 
 GROUPS: tuple[type[_Fields], ...] = (ArmFields, ModelFields, DataFields, OptimFields, RunFields)
-ARM_KEYS = ("frames", "freeze", "sliced_keys")
+ARM_KEYS = tuple(key for key in ArmFields.model_fields if key != "model_type")
+EXTRAS = (
+    "key_shift",
+    "key_conv",
+    "core",
+    "lora",
+    "qk_gain",
+    "temperature",
+    "qk_norm",
+    "qk_bias",
+    "relative_bias",
+    "rope",
+)
+"""Additions to the attention that a baseline can have, too."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "medium-512": {},
@@ -221,7 +282,7 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
         file = {key: value for key, value in file.items() if key not in ARM_KEYS}
     if file.get("preset", preset) != preset:
         file = {key: value for key, value in file.items() if key not in PRESETS["pocket"]}
-    return build({**PRESETS[preset], **ARMS[arm].fields(), **file, **flags})
+    return build({**PRESETS[preset], **ARMS[arm].settings, **file, **flags})
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:

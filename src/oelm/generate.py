@@ -21,7 +21,8 @@ def load_run(run: Path, which: str, device: str, warn: Callable[[str], None]) ->
     found = pick(folder, which, warn)
     with torch.device("meta"):
         model = GPT(config)
-    frozen = load_frozen(folder) if freeze.frozen_names(model, config) else {}
+    once = freeze.policy_of(model, config).always(name for name, _ in model.named_parameters())
+    frozen = load_frozen(folder) if once else {}
     try:
         load_weights(model, {**found.model, **frozen}, assign=True)
     except RuntimeError as error:

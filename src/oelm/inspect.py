@@ -1,6 +1,7 @@
 """`oelm inspect`: what an arm is and costs, as a table or JSON."""
 
 import json
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -10,10 +11,30 @@ from oelm.config import RunConfig
 
 
 def show_arms() -> None:
-    table = Table("arm", "frames", "freeze", "what it is", box=None, header_style="bold", pad_edge=False)
+    table = Table("arm", "settings", "what it is", box=None, header_style="bold", pad_edge=False)
     for name, arm in ARMS.items():
-        table.add_row(name, arm.frames, arm.freeze, arm.about)
+        settings = ", ".join(f"{key} {value}" for key, value in arm.settings.items())
+        table.add_row(name, settings, arm.about)
     Console().print(table)
+
+
+def show_policies() -> None:
+    """The language of the setting `freeze`."""
+    from oelm import policy
+
+    print(policy.__doc__)
+
+
+def _phases(found: list[dict[str, Any]]) -> Table:
+    table = Table("\nfrom step", box=None, header_style="bold", pad_edge=False)
+    for heading in ("frozen tensors", "of all Q/K", "trainable"):
+        table.add_column(f"\n{heading}", justify="right")
+    for row in found:
+        rests = " (most steps)" if row["rests"] else ""
+        table.add_row(
+            f"{row['step']:,}", f"{len(row['frozen'])}{rests}", f"{row['qk_share']:.0%}", f"{row['trainable']:,}"
+        )
+    return table
 
 
 def show_cost(config: RunConfig, as_json: bool) -> None:
@@ -36,6 +57,7 @@ def show_cost(config: RunConfig, as_json: bool) -> None:
     table.add_section()
     table.add_row("all", *(f"{report[key]:,}" for key in ("total", "trainable", "frozen")), style="bold")
     console.print(table)
+    console.print(_phases(report["phases"]))
     flops, bounds = report["flops_per_token"], report["bounds"]
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column()

@@ -124,9 +124,13 @@ def part_of(module: str) -> str:
         return f"attention {last}"
     if last in ("tokens", "positions"):
         return "embeddings"
-    return {"attention": "attention weights", "up": "ffn", "down": "ffn", "dropout": "dropout"}.get(
-        last, "norms" if last.endswith("norm") else "residual stream"
-    )
+    return {
+        "attention": "attention weights",
+        "mixing": "attention extras",
+        "up": "ffn",
+        "down": "ffn",
+        "dropout": "dropout",
+    }.get(last, "norms" if last.endswith("norm") else "residual stream")
 
 
 def _by_part(events: list[Any], steps: int) -> list[Part]:

@@ -131,6 +131,7 @@ def inspect_verb(parser: Parser) -> None:
     """
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--arms", action="store_true", help="list the arms")
+    parser.add_argument("--policies", action="store_true", help="how to write what is frozen, where and when")
     parser.add_argument("config", nargs="?", type=Path, metavar="FILE.toml|RUN", help="settings, or a run folder")
     add_config_flags(parser)
     parser.usage = "oelm inspect [FILE.toml|RUN] [--json] [--arms] [--SETTING VALUE ...]"
@@ -138,8 +139,11 @@ def inspect_verb(parser: Parser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from oelm.inspect import show_arms, show_cost
+    from oelm.inspect import show_arms, show_cost, show_policies
 
+    if options.policies:
+        show_policies()
+        return
     if options.arms:
         show_arms()
         return

@@ -58,7 +58,8 @@ class Run:
     @property
     def arm(self) -> str:
         """The arm's name; what was changed about it stands behind."""
-        usual = ARMS[self.config.model_type].fields()
+        defaults = {key: RunConfig.model_fields[key].default for key in ARM_KEYS}
+        usual = {**defaults, **ARMS[self.config.model_type].settings}
         changed = [f"{key}={getattr(self.config, key)}" for key in ARM_KEYS if getattr(self.config, key) != usual[key]]
         return "+".join([self.config.model_type, *changed])
 
@@ -153,7 +154,7 @@ class Arm:
 
     @property
     def trained(self) -> bool:
-        return self.config.freeze == "none"
+        return self.config.trains_qk
 
     @property
     def rates(self) -> list[float]:

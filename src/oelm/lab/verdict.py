@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from oelm.config import RunConfig
 from oelm.errors import UserError
 from oelm.lab.stats import (
     FAIL,
@@ -161,11 +162,17 @@ def fair_baseline(arm: Arm, setting: Setting, baseline: str) -> Arm:
     seeds = arm.losses.keys() & setting.judged[baseline].losses.keys()
     shared = [setting.judged[baseline]]
     for other in setting.judged.values():
-        alike = other.trained and other.config.qk_scale == arm.config.qk_scale
+        alike = other.trained and _shares_choices(other.config, arm.config, setting.arms[baseline].config)
         if alike and other.name not in (arm.name, baseline) and other.losses.keys() & seeds:
             shared.append(other)
             seeds &= other.losses.keys()
     return min(shared, key=lambda other: sum(other.runs[seed].val_loss for seed in seeds))
+
+
+def _shares_choices(trained: RunConfig, arm: RunConfig, baseline: RunConfig) -> bool:
+    """Fair to set against `arm`: it has no extra that `arm` lacks, and starts at its scale or the baseline's."""
+    extras = all(arm.extras.get(key) == value for key, value in trained.extras.items())
+    return extras and trained.qk_scale in (arm.qk_scale, baseline.qk_scale)
 
 
 def _pairs(arm: Arm, baseline: Arm) -> list[tuple[Run, Run]]:

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from oelm.config import RunConfig
 from oelm.model.dropout import keep_mask
+from oelm.model.extras import Mixing, Projection
 
 QUERY_BLOCK = 128
 """Queries that block attention takes at a time; half as many with dropout, whose masks fill the cache too."""
@@ -28,16 +29,24 @@ class Attention(nn.Module):
         self.num_heads = config.num_heads
         self.dropout = config.dropout
         sliced = config.frames == "sliced"
-        self.q = nn.Identity() if sliced else nn.Linear(config.d_model, config.d_model, bias=False)
-        self.k = SlicedKey(config) if sliced else nn.Linear(config.d_model, config.d_model, bias=False)
+        self.q = nn.Identity() if sliced else Projection(config)
+        self.k = SlicedKey(config) if sliced else self.q if config.tie_qk else Projection(config)
         self.v = nn.Linear(config.d_model, config.d_model, bias=False)
         self.o = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.mixing = Mixing(config) if config.extras.keys() - {"lora", "qk_bias", "relative_bias"} else None
+        shape = (config.num_heads, config.seq_len) if config.relative_bias else (0,)
+        self.relative_bias = nn.Parameter(torch.empty(shape)) if config.relative_bias else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTK, k_BHTK, v_BHTK = (self._heads(project(x_BTD)) for project in (self.q, self.k, self.v))
+        if self.mixing is not None:
+            q_BHTK, k_BHTK = self.mixing(q_BHTK, k_BHTK)
         dropout = self.dropout if self.training else 0.0
         in_blocks = dropout or x_BTD.shape[1] <= BLOCKS_PAY
-        if in_blocks and x_BTD.device.type == "cpu" and not torch.compiler.is_compiling():
+        if self.relative_bias is not None:
+            bias_HTT = _by_distance(self.relative_bias, x_BTD.shape[1])
+            y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, attn_mask=bias_HTT, dropout_p=dropout)
+        elif in_blocks and x_BTD.device.type == "cpu" and not torch.compiler.is_compiling():
             y_BHTK = _BlockAttention.apply(q_BHTK, k_BHTK, v_BHTK, dropout)
         else:
             y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
@@ -45,6 +54,13 @@ class Attention(nn.Module):
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+def _by_distance(bias_HS: Tensor, length: int) -> Tensor:
+    """Additions to the logits by distance; keys behind the query are hidden."""
+    position_T = torch.arange(length, device=bias_HS.device)
+    distance_TT = position_T[:, None] - position_T
+    return bias_HS[:, distance_TT.clamp(min=0)].masked_fill(distance_TT < 0, -torch.inf)
 
 
 class SlicedKey(nn.Module):

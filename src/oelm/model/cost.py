@@ -1,12 +1,14 @@
 """What a run costs, by arithmetic: parameters, FLOPs, checkpoint size, memory, and the bound on freezing."""
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from oelm.config import RunConfig
+from oelm.config import ARM_KEYS, RunConfig
 from oelm.model import freeze
 from oelm.model.gpt import GPT
 
@@ -40,10 +42,10 @@ class Flops:
         return self.forward + self.backward
 
 
-def parts(config: RunConfig) -> list[Part]:
-    """Parameters by part, counted on the real model (without allocating it)."""
+def parts(config: RunConfig, step: int = 0) -> list[Part]:
+    """Parameters by part, counted on the real model (without allocating it), and what is frozen at update `step`."""
     model = skeleton(config)
-    frozen = set(freeze.frozen_names(model, config))
+    frozen = set(freeze.frozen_names(model, config, step))
     table: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         row = table.setdefault(_part_of(name), [0, 0])
@@ -62,21 +64,44 @@ def flops(config: RunConfig, causal: bool = False) -> Flops:
     """
     d, layers = config.d_model, config.num_layers
     qk = 0 if config.frames == "sliced" else layers * 2 * d * d
+    extras = layers * d * (config.d_head * config.core + config.key_conv + 4 * config.lora)
     other = layers * (2 * d * d + 2 * d * config.d_ff) + d * config.vocab_size
     attention = layers * 2 * d * config.seq_len // (2 if causal else 1)
-    forward = 2 * (qk + other + attention)
-    weight_gradient_saved = 2 * qk if config.freeze == "qk" else 0
-    return Flops(forward, 2 * forward - weight_gradient_saved, 2 * qk)
+    forward = 2 * (qk + other + extras + attention)
+    return Flops(forward, 2 * forward - 2 * _weights_at_rest(config), 2 * qk)
+
+
+def _weights_at_rest(config: RunConfig) -> int:
+    """Entries of matrices that need no gradient, on average over the run."""
+    policy = config.policy
+    if not policy.clauses:
+        return 0
+    sizes = {
+        name: p.numel() for name, p in skeleton(config).named_parameters() if p.ndim == 2 and name != "positions.weight"
+    }
+    window = math.lcm(*(clause.when.period for clause in policy.clauses))
+    total, bounds = 0.0, [*policy.phases(), config.max_steps]
+    for start, end in itertools.pairwise(bounds):
+        steps = range(start, min(end, start + window))
+        rests = [sum(sizes[name] for name in policy.frozen(sizes, step)) for step in steps]
+        total += (end - start) * sum(rests) / len(rests)
+    return round(total / config.max_steps)
 
 
 def speed_bound(config: RunConfig) -> float:
     """Largest speed-up of a step over one that trains drawn Q/K, if everything ran at one speed."""
-    return flops(config.replace(frames="normal", freeze="none")).step / flops(config).step
+    return flops(_all_trained(config)).step / flops(config).step
+
+
+def _all_trained(config: RunConfig) -> RunConfig:
+    """The baseline of the same size."""
+    plain = {key: RunConfig.model_fields[key].default for key in ARM_KEYS}
+    return config.replace(**plain, model_type="baseline")
 
 
 def freezing_bounds(config: RunConfig) -> dict[str, float]:
     """Largest speed-up of a whole step that frozen Q/K could give, if everything ran at one speed."""
-    full = flops(config.replace(frames="normal", freeze="none"))
+    full = flops(_all_trained(config))
     return {
         "no_qk_weight_gradient": full.step / (full.step - full.qk),
         "free_qk_projection": full.step / (full.step - 3 * full.qk),
@@ -145,8 +170,23 @@ def report(config: RunConfig) -> dict[str, Any]:
         "checkpoint_bytes": sizes["checkpoint"],
         "frozen_file_bytes": sizes["frozen_once"],
         "activation_bytes": activation_bytes(config),
+        "phases": phases(config),
         "bounds": freezing_bounds(config),
     }
+
+
+def phases(config: RunConfig) -> list[dict[str, Any]]:
+    """What is frozen from which update on; the share is of all Q/K entries (none at all count as frozen)."""
+    names = {name: p.numel() for name, p in skeleton(config).named_parameters()}
+    qk = {name: size for name, size in names.items() if name.endswith(("attention.q.weight", "attention.k.weight"))}
+    rows = []
+    for step in config.policy.phases():
+        frozen = config.policy.frozen(names, step)
+        share = sum(qk[name] for name in frozen if name in qk) / sum(qk.values()) if qk else 1.0
+        trainable = sum(size for name, size in names.items() if name not in frozen)
+        rests = bool(config.policy.resting(names, step))
+        rows.append({"step": step, "frozen": frozen, "qk_share": share, "trainable": trainable, "rests": rests})
+    return rows
 
 
 def skeleton(config: RunConfig) -> nn.Module:

@@ -3,24 +3,30 @@
 import hashlib
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from oelm.config import RunConfig
+from oelm.errors import UserError
+from oelm.policy import Policy
 
-PARTS = {"none": (), "qk": ("attention.q.weight", "attention.k.weight")}
+
+def policy_of(model: nn.Module, config: RunConfig) -> Policy:
+    """The config's policy; refused if a clause of it freezes nothing of the model."""
+    names = [name for name, _ in model.named_parameters()]
+    lost = [
+        what for what in config.policy.unmatched(names) if not (config.frames == "sliced" and what in ("q", "k", "qk"))
+    ]
+    if lost:
+        raise UserError(
+            f"freeze {config.freeze}: {lost[0]} matches no parameter of the model (oelm inspect lists them)"
+        )
+    return config.policy
 
 
 def frozen_names(model: nn.Module, config: RunConfig, step: int = 0) -> list[str]:
-    """Names of the parameters that step `step` (the next update) must not change.
-
-    The one place that decides it. Every policy there is holds for the whole run, so `step` does not
-    matter yet; callers ask for the step they are at all the same.
-    """
-    endings = PARTS[config.freeze]
-    names = [name for name, _ in model.named_parameters() if name.endswith(endings)] if endings else []
-    if endings and not names and config.frames != "sliced":
-        raise ValueError(f"freeze = {config.freeze!r} matches no parameter of the model")
-    return names
+    """Names of the parameters that update `step` must not change. The one place that decides it."""
+    return policy_of(model, config).frozen((name for name, _ in model.named_parameters()), step)
 
 
 def apply(model: nn.Module, config: RunConfig, step: int = 0) -> list[str]:
@@ -29,6 +35,28 @@ def apply(model: nn.Module, config: RunConfig, step: int = 0) -> list[str]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     return frozen
+
+
+@torch.no_grad()
+def orthogonalise(model: nn.Module, config: RunConfig, step: int) -> list[str]:
+    """Replace heads that freeze before `step` by their polar factor where the policy says so; returns the names."""
+    changed = []
+    for name, parameter in model.named_parameters():
+        kind = config.policy.polar(name, step)
+        if kind:
+            heads = parameter.double().view(config.num_heads, config.d_head, config.d_model)
+            factor = polar_rows(heads)
+            if kind == "polar-scale":
+                factor *= heads.norm(dim=(1, 2), keepdim=True) / config.d_head**0.5
+            parameter.copy_(factor.view_as(parameter))
+            changed.append(name)
+    return changed
+
+
+def polar_rows(blocks: torch.Tensor) -> torch.Tensor:
+    """The nearest matrices with orthonormal rows: the polar factors of (..., rows, columns) blocks."""
+    left, _, right = torch.linalg.svd(blocks, full_matrices=False)
+    return left @ right
 
 
 def fingerprint(model: nn.Module, names: Iterable[str]) -> str:

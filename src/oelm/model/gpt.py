@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from oelm.config import RunConfig
+from oelm.model import extras
 from oelm.model.attention import Attention
 from oelm.model.dropout import Dropout
 from oelm.model.frames import INIT_STD, draw_frame, gaussian
@@ -88,7 +89,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.tokens = Embedding(config.vocab_size, config.d_model)
-        self.positions = Embedding(config.seq_len, config.d_model)
+        self.positions = None if config.rope != "none" else Embedding(config.seq_len, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         if config.frames == "shared":
             first, *others = (cast(Block, block).attention for block in self.blocks)
@@ -100,7 +101,9 @@ class GPT(nn.Module):
     def hidden(self, tokens_BT: Tensor, sparse: bool = False) -> Tensor:
         """The normalised residual stream behind the last block; `sparse`: see Embedding."""
         x_BTD = self.tokens(tokens_BT, sparse)
-        x_BTD = self.dropout(x_BTD + self.positions.weight[: x_BTD.shape[1]])
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions.weight[: x_BTD.shape[1]]
+        x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.final_norm(x_BTD)
@@ -120,13 +123,19 @@ class GPT(nn.Module):
         tensor                     start
         -------------------------  ----------------------------------------------
         attention.q, attention.k   a frame of the arm's kind (oelm.model.frames)
+        extras of the attention    the identity where they can (oelm.model.extras)
         every other matrix         N(0, 0.02²), embeddings included
         norm weights               1
         biases                     0
         """
         config = self.config
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
+            start = extras.start_value(name, parameter)
+            if start is not None and "attention." in name:
+                parameter.copy_(start)
+            elif name.endswith("relative_bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             elif not name.endswith(("attention.q.weight", "attention.k.weight")):
                 parameter.copy_(gaussian(tuple(parameter.shape), seed, name) * INIT_STD)

@@ -37,6 +37,7 @@ class RunFolder:
         self.sample = path / "sample.json"
         self.tokenizer = path / "tokenizer.json"
         self.frozen = path / "frozen.safetensors"
+        self.audit = path / "freeze_audit.jsonl"
         self.lock = path / "run.lock"
         self.last = path / "last"
         self.best = path / "best"

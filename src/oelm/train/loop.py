@@ -17,6 +17,7 @@ from oelm.errors import RunFailed, Stopped, UserError
 from oelm.files import disk_errors, write_array
 from oelm.model import freeze
 from oelm.train import checkpoint
+from oelm.train.audit import FreezeAudit
 from oelm.train.clock import peak_memory, roughly
 from oelm.train.console import Reporter
 from oelm.train.distributed import World
@@ -105,9 +106,10 @@ class Trainer:
         config, state = self.config, self.state
         if resume:
             self._restore()
-        elif self.world.leads and self.update.frozen:
+        elif self.world.leads and self.update.stored_once:
             self._write_frozen()
-        state.frozen_hash = freeze.fingerprint(self.model, self.update.frozen)
+        state.frozen_hash = freeze.fingerprint(self.model, self.update.stored_once)
+        self._audit = FreezeAudit(self.folder.audit, self.model, state.step, writes=self.world.leads)
         self._before = state.elapsed
         self.metrics = Metrics(self.folder.metrics) if self.world.leads else None
         read = ReadAhead(self.task.micro_batches, config.num_workers, config.max_steps - 1)
@@ -130,6 +132,9 @@ class Trainer:
         config, state, world = self.config, self.state, self.world
         begin = time.perf_counter()
         rate = learning_rate(config, state.step)
+        frozen = self.update.enter(state.step)
+        if frozen is not None and not self._audit.note(state.step, frozen):
+            self._fail(f"frozen parameters changed by step {state.step}")
         loss, norm = self.update.gradient(state.step, read(state.step))
         total, stops = world.sum(loss, float(self.stop()))
         mean = total / world.size
@@ -195,7 +200,8 @@ class Trainer:
         state.elapsed = self._before + time.perf_counter() - self._born
         state.peak_memory = max(state.peak_memory, peak_memory(self.world.device))
         state.scaler = self.update.scaler.state_dict()
-        if freeze.fingerprint(self.model, self.update.frozen) != state.frozen_hash:
+        whole = freeze.fingerprint(self.model, self.update.stored_once) == state.frozen_hash
+        if not (whole and self._audit.holds()):
             self._fail(f"frozen parameters changed by step {state.step}")
         if not (self.world.leads and self.metrics):
             return
@@ -204,7 +210,7 @@ class Trainer:
         go_on = f"continue with oelm train --resume {self.folder.path}; the last good checkpoint is step {last:,}"
         advice = f"free some space, then {go_on if last else 'start again'}"
         with disk_errors(f"saving step {state.step:,}", advice):
-            weights = {name: p for name, p in self.model.named_parameters() if name not in self.update.frozen}
+            weights = {name: p for name, p in self.model.named_parameters() if name not in self.update.stored_once}
             moments = optimizer_tensors(self.model, self.update.optimizer)
             path = checkpoint.save(self.folder, state.step, weights, moments, asdict(state))
             if state.best_step == state.step:
@@ -225,7 +231,7 @@ class Trainer:
             cut_to(self.folder.metrics, step, evaluated=bool(found and found.state["evaluated"]))
         if found is None:
             self.reporter.say("no checkpoint to go on from: starting from step 0")
-            if self.world.leads and self.update.frozen:
+            if self.world.leads and self.update.stored_once:
                 self._write_frozen()
             return
         before = State.from_json(found.state, found.path)
@@ -233,13 +239,14 @@ class Trainer:
             raise UserError(f"{self.folder.config_file} was edited since {found.path.name}: put the old settings back")
         if before.data != json.loads(json.dumps(self.state.data)):
             _refuse_other_data(before.data, self.state.data)
-        frozen = checkpoint.load_frozen(self.folder) if self.update.frozen else {}
+        frozen = checkpoint.load_frozen(self.folder) if self.update.stored_once else {}
         checkpoint.load_weights(self.model, {**found.model, **frozen})
+        self.update.stand_before(step)
         restore_optimizer(self.model, self.update.optimizer, found.optimizer)
         self.state.__dict__.update(before.__dict__)
         if self.state.scaler:
             self.update.scaler.load_state_dict(self.state.scaler)
-        if freeze.fingerprint(self.model, self.update.frozen) != self.state.frozen_hash:
+        if freeze.fingerprint(self.model, self.update.stored_once) != self.state.frozen_hash:
             raise UserError(f"{self.folder.frozen} is damaged: its frozen parameters are not those of the run")
         if self.world.leads:
             checkpoint.point_at(self.folder, found, self.state.best_step)
@@ -247,7 +254,7 @@ class Trainer:
 
     def _write_frozen(self) -> None:
         with disk_errors(f"writing {self.folder.frozen}", "free some space and start again"):
-            tensors = {name: p for name, p in self.model.named_parameters() if name in self.update.frozen}
+            tensors = {name: p for name, p in self.model.named_parameters() if name in self.update.stored_once}
             temporary = self.folder.frozen.with_name(".frozen.tmp")
             checkpoint.write_tensors(temporary, tensors)
             temporary.replace(self.folder.frozen)

@@ -1,11 +1,13 @@
 """Optimizer and learning-rate schedule."""
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from oelm.config import RunConfig
+from oelm.policy import parse_rates, rate_factor
 
 DECAY_SHARE = 0.2
 """Share of a WSD run that is spent in the final decay."""
@@ -27,15 +29,23 @@ def learning_rate(config: RunConfig, step: int) -> float:
             return config.min_lr + span * min(1.0, (config.max_steps - step) / decay_steps)
 
 
-def build_optimizer(model: nn.Module, config: RunConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters alone; matrices and embeddings decay, biases and norms do not."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+def build_optimizer(
+    model: nn.Module, config: RunConfig, device: torch.device, frozen: Collection[str] = ()
+) -> torch.optim.AdamW:
+    """AdamW over the parameters that are not frozen; matrices and embeddings decay, everything else does not.
+
+    Each group has a `factor` on the learning rate.
+    """
+    factors = parse_rates(config.lr_scale)
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if name not in frozen:
+            groups.setdefault((parameter.ndim == 2, rate_factor(name, factors)), []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, "factor": factor}
+            for (decays, factor), parameters in groups.items()
+        ],
         lr=config.max_lr,
         betas=(config.beta1, config.beta2),
         fused=device.type in ("cpu", "cuda"),

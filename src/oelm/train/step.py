@@ -19,12 +19,57 @@ class Update:
     def __init__(
         self, model: nn.Module, config: RunConfig, world: World, loss: Callable[[nn.Module, Batch], Tensor]
     ) -> None:
-        self.config, self.world, self.loss = config, world, loss
-        self.frozen = freeze.apply(model, config)
-        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(model, config, world.device)
+        self.model, self.config, self.world, self.loss = model, config, world, loss
+        self.policy = freeze.policy_of(model, config)
+        self._names = [name for name, _ in model.named_parameters()]
+        self._phases = frozenset(self.policy.phases())
+        self.stored_once = self.policy.always(self._names)
+        """Frozen for the whole run."""
         self.autocast, self.scaler = _precision(config, world.device)
-        self.parallel = world.wrap(cast(nn.Module, torch.compile(model)) if config.compile else model)
+        self._compiled = cast(nn.Module, torch.compile(model)) if config.compile else model
+        self.optimizer = build_optimizer(model, config, world.device, self._out(0))
+        self._train(self.policy.frozen(self._names, 0))
+
+    def _out(self, step: int) -> list[str]:
+        """What has no optimizer state at `step`: frozen, and not just resting until its turn comes."""
+        resting = set(self.policy.resting(self._names, step))
+        return [name for name in self.policy.frozen(self._names, step) if name not in resting]
+
+    def _train(self, frozen: list[str]) -> None:
+        """Have everything but `frozen` take part from now on. Processes must agree anew on what they exchange."""
+        self.frozen = frozen
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.parallel: nn.Module = self._compiled
+        self.parallel = self.world.wrap(self._compiled)
+
+    def enter(self, step: int) -> list[str] | None:
+        """Make ready for update `step`; where a phase begins there, the names that are frozen in it, else None.
+
+        What thaws begins with fresh Adam moments; what freezes loses them. A head may be orthogonalised then.
+        """
+        begins = step in self._phases
+        if self.policy.constant:
+            return self.frozen if begins else None
+        frozen = self.policy.frozen(self._names, step)
+        if begins and step:
+            freeze.orthogonalise(self.model, self.config, step)
+            before = self.optimizer.state
+            self.optimizer = build_optimizer(self.model, self.config, self.world.device, self._out(step))
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in before:
+                        self.optimizer.state[parameter] = before[parameter]
+        if frozen != self.frozen:
+            self._train(frozen)
+        return self._out(step) if begins else None
+
+    def stand_before(self, step: int) -> None:
+        """Take up the phase of the update before `step`, as a run that is to go on from there has left it."""
+        last = max(0, step - 1)
+        self.optimizer = build_optimizer(self.model, self.config, self.world.device, self._out(last))
+        self._train(self.policy.frozen(self._names, last))
 
     @property
     def scales(self) -> bool:
@@ -55,7 +100,7 @@ class Update:
 
     def apply(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["factor"]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.forget()

@@ -1,0 +1,247 @@
+"""Freezing policies as text: what is frozen, in which layers, and when.
+
+    qk                      Q and K of every layer, for the whole run
+    qk@1-3                  of layers 1 to 3 (the lowest is 0); also @0,2  @top0.5  @bottom2
+    qk:until0.5             trained from half of the run on
+    qk:last0.1              trained in its last tenth only (the same as until0.9)
+    qk:from0.1              trained first, frozen as they are after a tenth of the run
+    qk:from0.1+polar        ... and replaced by each head's orthonormal polar factor when they freeze
+    qk:from0.1+polar-scale  ... keeping the head's scale
+    qk:every8               trained at every 8th step
+    qk:topdown0.2-0.8       thawed layer by layer from the top, the first at 0.2 and the last at 0.8 of the run
+    qk:bottomup0.2-0.8      ... from the bottom
+    q; ffn@top1; *norm*     several clauses: what any of them freezes is frozen
+
+What: q, k, qk, v, o, ffn, embeddings, or a pattern of parameter names (* stands for anything).
+No torch here: a policy is checked with the config.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache, cached_property
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "q": ("blocks.*.attention.q.weight",),
+    "k": ("blocks.*.attention.k.weight",),
+    "qk": ("blocks.*.attention.q.weight", "blocks.*.attention.k.weight"),
+    "v": ("blocks.*.attention.v.weight",),
+    "o": ("blocks.*.attention.o.weight",),
+    "ffn": ("blocks.*.ffn.*",),
+    "embeddings": ("tokens.weight", "positions.weight"),
+}
+CLAUSE = re.compile(r"(?P<what>[\w.*?-]+)(@(?P<layers>[\w.,-]+))?(:(?P<when>[\w.+-]+))?")
+WHEN = re.compile(
+    r"(?P<kind>until|last|from)(?P<share>[\d.]+)(?P<then>\+polar|\+polar-scale)?"
+    r"|(?P<every>every)(?P<period>\d+)"
+    r"|(?P<order>topdown|bottomup)(?P<first>[\d.]+)-(?P<second>[\d.]+)"
+)
+
+
+@dataclass(frozen=True)
+class When:
+    """When a clause holds. Shares are of the whole run."""
+
+    kind: str = "always"
+    """always, until, from, every, topdown or bottomup."""
+    share: float = 0.0
+    end: float = 0.0
+    """Of topdown and bottomup: when the last layer thaws."""
+    period: int = 1
+    then: str = ""
+    """polar or polar-scale: what becomes of a head when it freezes."""
+
+    def holds(self, step: int, steps: int, place: int, layers: int) -> bool:
+        """Whether update `step` of `steps` leaves a parameter alone; its layer is the `place`-th of `layers`."""
+        match self.kind:
+            case "until":
+                return step < round(self.share * steps)
+            case "from":
+                return step >= round(self.share * steps)
+            case "every":
+                return (step + 1) % self.period != 0
+            case "topdown" | "bottomup":
+                turn = layers - 1 - place if self.kind == "topdown" else place
+                share = self.share + (self.end - self.share) * turn / max(1, layers - 1)
+                return step < round(share * steps)
+        return True
+
+    def changes(self, steps: int, layers: int) -> list[int]:
+        """Steps at which it may begin or cease to hold; those of `every` are no phases."""
+        match self.kind:
+            case "until" | "from":
+                return [round(self.share * steps)]
+            case "topdown" | "bottomup":
+                width = self.end - self.share
+                return [round((self.share + width * i / max(1, layers - 1)) * steps) for i in range(layers)]
+        return []
+
+
+@dataclass(frozen=True)
+class Clause:
+    what: str
+    layers: tuple[int, ...] | None
+    """None: every layer, and what belongs to none."""
+    when: When
+
+    def matches(self, name: str) -> bool:
+        layer = layer_of(name)
+        there = self.layers is None or layer in self.layers
+        return there and any(fnmatchcase(name, pattern) for pattern in PARTS.get(self.what, (self.what,)))
+
+    def holds(self, name: str, step: int, steps: int, num_layers: int) -> bool:
+        places = self.layers if self.layers is not None else tuple(range(num_layers))
+        layer = layer_of(name)
+        place = places.index(layer) if layer in places else 0
+        return self.when.holds(step, steps, place, len(places))
+
+
+@dataclass(frozen=True)
+class Policy:
+    clauses: tuple[Clause, ...]
+    num_layers: int
+    steps: int
+
+    def frozen(self, names: Iterable[str], step: int) -> list[str]:
+        """Which of the named parameters update `step` must leave alone."""
+        return [name for name in names if any(self._holds(clause, name, step) for clause in self.clauses)]
+
+    def resting(self, names: Iterable[str], step: int) -> list[str]:
+        """Those that are left alone only because their turn comes every few steps: they keep their Adam moments."""
+        others = [clause for clause in self.clauses if clause.when.kind != "every"]
+        return [n for n in self.frozen(names, step) if not any(self._holds(clause, n, step) for clause in others)]
+
+    def always(self, names: Iterable[str]) -> list[str]:
+        """Frozen for the whole run."""
+        constant = [clause for clause in self.clauses if clause.when.kind == "always"]
+        return [name for name in names if any(clause.matches(name) for clause in constant)]
+
+    def polar(self, name: str, step: int) -> str:
+        """What becomes of a parameter that freezes before update `step`: "", polar or polar-scale."""
+        found = [c.when.then for c in self.clauses if c.when.then and self._holds(c, name, step)]
+        return found[0] if found and step and not self._frozen_at(name, step - 1) else ""
+
+    def phases(self) -> list[int]:
+        """First steps of the phases of the run; within one, what is frozen stays the same (but for `every`)."""
+        starts = {0}
+        for clause in self.clauses:
+            count = len(clause.layers) if clause.layers is not None else self.num_layers
+            starts |= {step for step in clause.when.changes(self.steps, count) if 0 < step < self.steps}
+        return sorted(starts)
+
+    @cached_property
+    def constant(self) -> bool:
+        """Nothing ever changes."""
+        return self.phases() == [0] and all(clause.when.kind != "every" for clause in self.clauses)
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """Clauses that freeze nothing."""
+        known = list(names)
+        return [clause.what for clause in self.clauses if not any(clause.matches(name) for name in known)]
+
+    def _holds(self, clause: Clause, name: str, step: int) -> bool:
+        return clause.matches(name) and clause.holds(name, step, self.steps, self.num_layers)
+
+    def _frozen_at(self, name: str, step: int) -> bool:
+        return any(self._holds(clause, name, step) for clause in self.clauses)
+
+
+@cache
+def parse(text: str, num_layers: int, steps: int) -> Policy:
+    """The policy that `text` describes; ValueError says what is wrong with it."""
+    clauses = [] if text.strip() in ("", "none") else [_clause(part.strip(), num_layers) for part in text.split(";")]
+    return Policy(tuple(clauses), num_layers, steps)
+
+
+def layer_of(name: str) -> int | None:
+    found = re.match(r"blocks\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def _clause(text: str, num_layers: int) -> Clause:
+    found = CLAUSE.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text!r} is no clause: write WHAT, WHAT@LAYERS, WHAT:WHEN or both, such as qk@1-3:until0.5")
+    what = found["what"]
+    if what not in PARTS and not set(what) & set("*.?"):
+        raise ValueError(f"{what!r} is neither a part ({', '.join(PARTS)}) nor a pattern of parameter names")
+    layers = _layers(found["layers"], num_layers) if found["layers"] else None
+    when = _when(found["when"]) if found["when"] else When()
+    if when.then and what not in ("q", "k", "qk"):
+        raise ValueError(f"{text!r}: a polar factor is taken of q, k or qk only")
+    return Clause(what, layers, when)
+
+
+def _layers(text: str, count: int) -> tuple[int, ...]:
+    chosen: set[int] = set()
+    for item in text.split(","):
+        if found := re.fullmatch(r"(top|bottom)(\d+|0?\.\d+)", item):
+            number = round(float(found[2]) * count) if "." in found[2] else int(found[2])
+            number = max(1, number)
+            chosen |= set(range(count - number, count) if found[1] == "top" else range(number))
+        elif found := re.fullmatch(r"(\d+)(?:-(\d+))?", item):
+            chosen |= set(range(int(found[1]), int(found[2] or found[1]) + 1))
+        else:
+            raise ValueError(f"layers {text!r}: take 0, 1-3, 0,2, top2, bottom0.5")
+    if not chosen or min(chosen) < 0 or max(chosen) >= count:
+        raise ValueError(f"layers {text!r}: the model has layers 0 to {count - 1}")
+    return tuple(sorted(chosen))
+
+
+def _when(text: str) -> When:
+    found = WHEN.fullmatch(text)
+    if not found:
+        raise ValueError(
+            f"{text!r}: take until0.5, last0.1, from0.1, from0.1+polar, from0.1+polar-scale, every8, "
+            "topdown0.2-0.8 or bottomup0.2-0.8"
+        )
+    if found["every"]:
+        period = int(found["period"])
+        if period < 2:
+            raise ValueError(f"{text!r}: take a period of 2 or more")
+        return When("every", period=period)
+    if found["order"]:
+        first, second = _share(found["first"]), _share(found["second"])
+        if second < first:
+            raise ValueError(f"{text!r}: the second share is below the first")
+        return When(found["order"], first, second)
+    share = _share(found["share"])
+    if found["kind"] == "last":
+        return When("until", 1 - share)
+    then = (found["then"] or "").removeprefix("+")
+    if then and found["kind"] != "from":
+        raise ValueError(f"{text!r}: a polar factor is taken where a part freezes: from0.1{found['then']}")
+    return When(found["kind"], share, then=then)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no share of the run") from None
+    if not 0 < value < 1:
+        raise ValueError(f"{text}: a share of the run lies between 0 and 1")
+    return value
+
+
+def parse_rates(text: str) -> dict[str, float]:
+    """Factors on the learning rate by pattern: "*attention.q*=0.1, blocks.0.*=2"; the first that matches counts."""
+    factors = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        pattern, equals, factor = item.rpartition("=")
+        try:
+            value = float(factor)
+        except ValueError:
+            value = -1.0
+        if not equals or not 0 < value <= 1000:
+            raise ValueError(f"{item!r}: write PATTERN=FACTOR, such as *attention.q*=0.1")
+        factors[pattern.strip()] = value
+    return factors
+
+
+def rate_factor(name: str, factors: dict[str, float]) -> float:
+    for pattern, factor in factors.items():
+        if any(fnmatchcase(name, part) for part in PARTS.get(pattern, (pattern,))):
+            return factor
+    return 1.0
