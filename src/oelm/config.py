@@ -37,10 +37,14 @@ class ArmFields(_Fields):
     """Arm"""
 
     model_type: str = "baseline"
-    """Arm: sets `frames` and `freeze` (see `oelm inspect --arms`)."""
+    """Arm: sets the following (see `oelm inspect --arms`)."""
+    label: str = ""
+    """What the arm is called in tables and reports; default: model_type and what was changed about it."""
     frames: Literal["normal", "matched", "orthogonal", "global", "shared", "sliced"] = "normal"
     """How Q/K start: N(0, 0.02²), N(0, 1/d_model), orthonormal rows per head, one orthogonal matrix, orthonormal
     rows per head that all layers share, or no matrix at all: a head reads its own slice of the input."""
+    sliced_from: Annotated[int, Field(ge=0, le=1_000)] = 0
+    """With sliced frames, the first layer without Q/K matrices; those below it have head-wise orthogonal ones."""
     sliced_keys: Literal["tied", "next", "shuffled"] = "tied"
     """With sliced frames, a head's key: its query's slice, the next head's, or every num_heads-th channel."""
     freeze: str = "none"
@@ -135,6 +139,8 @@ class RunFields(_Fields):
     """Seed of the initial weights, the batch order and dropout."""
     out_dir: str = ""
     """Run folder; default: outputs/<dataset>_<arm>_seed<seed>."""
+    use_test: bool = True
+    """Evaluate the test split at the end; leave it closed while arms are still being chosen."""
     val_interval: Positive = 1_000
     """Steps between validations (on the whole split); the state is saved with each."""
     save_interval: Positive = 5_000
@@ -170,6 +176,10 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
             raise ValueError(f"min_lr {self.min_lr:g} is above max_lr {self.max_lr:g}: swap or lower it")
         if self.rope != "none" and self.d_head % 4:
             raise ValueError(f"rope needs a d_head that 4 divides, not {self.d_head}")
+        if self.sliced_from >= self.num_layers or (self.sliced_from and self.frames != "sliced"):
+            raise ValueError(
+                f"sliced_from {self.sliced_from}: there is no sliced layer; the layers are 0 to {self.num_layers - 1}"
+            )
         if self.frames == "sliced" and (self.lora or self.qk_bias or self.tie_qk):
             raise ValueError("sliced frames have no Q/K matrices: leave lora, qk_bias and tie_qk out")
         parse_policy(self.freeze, self.num_layers, self.max_steps)
@@ -188,13 +198,21 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
         return INIT_STD if self.frames == "normal" else self.d_model**-0.5
 
     @property
+    def arm(self) -> str:
+        """The arm's name; what was changed about it stands behind, unless it has a label of its own."""
+        defaults = {key: type(self).model_fields[key].default for key in ARM_KEYS}
+        usual = {**defaults, **ARMS[self.model_type].settings}
+        changed = [f"{key}={getattr(self, key)}" for key in ARM_KEYS if getattr(self, key) != usual[key]]
+        return self.label or "+".join([self.model_type, *changed])
+
+    @property
     def policy(self) -> Policy:
         return parse_policy(self.freeze, self.num_layers, self.max_steps)
 
     @property
     def trains_qk(self) -> bool:
-        """Nothing is ever frozen: a baseline, with or without extras."""
-        return not self.policy.clauses
+        """Nothing is ever frozen, and no matrix left out: a baseline, with or without extras."""
+        return not self.policy.clauses and self.frames != "sliced"
 
     @property
     def extras(self) -> dict[str, Any]:
@@ -228,7 +246,8 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
 
 
 GROUPS: tuple[type[_Fields], ...] = (ArmFields, ModelFields, DataFields, OptimFields, RunFields)
-ARM_KEYS = tuple(key for key in ArmFields.model_fields if key != "model_type")
+ARM_KEYS = tuple(key for key in ArmFields.model_fields if key not in ("model_type", "label"))
+"""What makes an arm."""
 EXTRAS = (
     "key_shift",
     "key_conv",
@@ -258,7 +277,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # What may change between the parts of an interrupted run without changing what it computes.
 OPERATIONAL = frozenset(
     {"out_dir", "data_path", "save_interval", "keep_saves", "log_interval", "num_workers", "device", "micro_batch",
-     "threads", "compile", "use_amp"}
+     "threads", "compile", "use_amp", "label", "use_test"}
 )  # fmt: skip
 
 

@@ -10,6 +10,9 @@
     [select]                      first all learning rates with one seed, then the other seeds at the best
     setting = "max_lr"
     seed = 1
+    [arms.shifted]                an arm of the plan's own: any settings of an arm, and what it builds upon
+    arm = "oelm_sliced"
+    key_shift = 1.0
     [[run]]                       a run of its own; `id` names its folder, unless it has an out_dir
     id = "GPT-01"
     [verdict]
@@ -32,7 +35,8 @@ from typing import Any, NoReturn
 
 import tomli_w
 
-from oelm.config import RunConfig, load_toml, resolve
+from oelm.arms import ARMS
+from oelm.config import ARM_KEYS, RunConfig, load_toml, resolve
 from oelm.errors import UserError, nearest
 from oelm.files import write_atomic
 from oelm.train.folder import RunFolder
@@ -40,7 +44,7 @@ from oelm.train.folder import RunFolder
 MAX_RUNS = 10_000
 LEAST_CRITERION, MOST_CRITERION = 0.5, 2.0
 COPY = ".plan.toml"
-TABLES = ("out", "defaults", "matrix", "select", "run", "verdict")
+TABLES = ("out", "defaults", "arms", "matrix", "select", "run", "verdict")
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Choice:
             failed = summary.get("state") == "failed" and summary.get("retry") in (None, "", "never")
             if not (failed or summary.get("state") == "finished" or run.id in given_up):
                 return None
-        losses = [s.get("final_val_loss", math.inf) for s in summaries]
+        losses = [loss if isinstance(loss := s.get("final_val_loss"), float) else math.inf for s in summaries]
         return self.candidates[losses.index(min(losses))] if min(losses) < math.inf else None
 
 
@@ -134,6 +138,7 @@ class _Reader:
             self.refuse("out must be the name of a folder", "out")
         self.out = out or Path(self.content.get("out") or f"outputs/{path.stem}")
         self.defaults, self.overrides = self._table("defaults"), overrides
+        self.arms = {name: self._own_arm(name, table) for name, table in self._table("arms").items()}
         for key, value in overrides.items():
             if key not in RunConfig.model_fields:
                 raise UserError(f"--set {key}={value}: unknown setting; {nearest(key, RunConfig.model_fields)}")
@@ -162,7 +167,7 @@ class _Reader:
             same = [run.id for run in group]
             if identity and len(same) > 1:
                 self.refuse(f"{same[0]} and {same[1]} are the same run")
-        if plan.baseline not in {run.config.model_type for run in everything}:
+        if plan.baseline not in {run.config.arm for run in everything}:
             self.refuse(f"the baseline arm {plan.baseline} is in no run", "baseline")
         return plan
 
@@ -201,8 +206,22 @@ class _Reader:
             self.refuse(f"{name} must be written as [[{name}]]", name)
         return [{"model_type" if key == "arm" else key: value for key, value in entry.items()} for entry in entries]
 
+    def _own_arm(self, name: str, table: Any) -> dict[str, Any]:
+        if not isinstance(table, dict):
+            self.refuse(f"an arm must be a table: [arms.{name}]", name)
+        if name in ARMS:
+            self.refuse(f"{name} is an arm of oelm: give yours another name", name)
+        settings = {"model_type" if key == "arm" else key: value for key, value in table.items()}
+        for key in settings:
+            if key not in ("model_type", *ARM_KEYS):
+                self.refuse(f"{key} is no setting of an arm: {nearest(key, ARM_KEYS)}", key)
+        return {"model_type": "baseline", **settings, "label": name}
+
     def _run(self, entry: dict[str, Any]) -> PlannedRun:
         settings = {**self.defaults, **entry}
+        own = self.arms.get(settings.get("model_type", ""))
+        if own:
+            settings |= own | {key: value for key, value in entry.items() if key != "model_type"}
         name, processes = settings.pop("id", ""), settings.pop("gpus_per_run", 1)
         if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.+-]*", name):
             self.refuse(f"a [[run]] needs an id of letters, digits, - and _, not {name!r}", "id" if name else "[run]")
@@ -258,7 +277,8 @@ class _Reader:
             self.refuse(f"the seed {seed} of [select] is not in the [matrix]", "seed", str(seed))
         groups: dict[tuple[Any, ...], list[PlannedRun]] = defaultdict(list)
         for run in self._combinations(matrix):
-            groups[tuple(run.settings.get(key) for key in matrix if key not in (setting, "seed"))].append(run)
+            alike = [run.settings.get(key) for key in (*matrix, "label") if key not in (setting, "seed")]
+            groups[tuple(alike)].append(run)
         choices = []
         for runs in groups.values():
             candidates = [run for run in runs if run.settings["seed"] == seed]

@@ -71,7 +71,7 @@ class RunWatcher:
             self.known = self.folder.config()
         config = self.known
         if config is None:
-            arm, steps = (self.planned.model_type, self.planned.max_steps) if self.planned else ("", 0)
+            arm, steps = (self.planned.arm, self.planned.max_steps) if self.planned else ("", 0)
             return RunStatus(self.id, arm, "waiting", max_steps=steps, path=str(self.folder.path))
         self._read_metrics()
         summary = self.folder.read_summary() or {}
@@ -83,7 +83,7 @@ class RunWatcher:
         device = str(last.get("visible_gpus") or "") if str(last.get("device", "")).startswith("cuda") else ""
         return RunStatus(
             id=self.id,
-            arm=config.model_type,
+            arm=config.arm,
             state=str(state),
             step=self.train.get("step", 0),
             max_steps=config.max_steps,
@@ -189,7 +189,7 @@ class LabWatcher:
         pairs = [
             other
             for other in self._runs.values()
-            if other.known and other.known.model_type == self.baseline and _pair_key(other.known) == _pair_key(mine)
+            if other.known and other.known.arm == self.baseline and _pair_key(other.known) == _pair_key(mine)
         ]
         same_rate = [other for other in pairs if other.known and other.known.max_lr == mine.max_lr]
         for other in same_rate or (pairs if len(pairs) == 1 else []):

@@ -23,7 +23,7 @@ from oelm.lab.status import LabWatcher, RunStatus
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
 
-VARIED = {"model_type", *ARM_KEYS, "max_lr", "seed", "preset", "val_interval", "batch_size", "processes"}
+VARIED = {"model_type", "label", *ARM_KEYS, "max_lr", "seed", "preset", "val_interval", "batch_size", "processes"}
 """What may differ between runs of one setting (the batch counts as a whole)."""
 NUMBERS = (
     "final_val_loss", "best_val_loss", "best_step", "tokens_seen", "epochs", "total_parameters",
@@ -57,11 +57,7 @@ class Run:
 
     @property
     def arm(self) -> str:
-        """The arm's name; what was changed about it stands behind."""
-        defaults = {key: RunConfig.model_fields[key].default for key in ARM_KEYS}
-        usual = {**defaults, **ARMS[self.config.model_type].settings}
-        changed = [f"{key}={getattr(self.config, key)}" for key in ARM_KEYS if getattr(self.config, key) != usual[key]]
-        return "+".join([self.config.model_type, *changed])
+        return self.config.arm
 
     @property
     def val_loss(self) -> float:
@@ -305,6 +301,9 @@ def _settings(runs: Iterable[Run], baseline: str) -> list[Setting]:
         values = _setting_of(run)
         setting = found.setdefault(repr(values), Setting(values))
         arm = setting.arms.setdefault(run.arm, Arm(run.arm, run.config))
+        other = next((key for key in ARM_KEYS if getattr(arm.config, key) != getattr(run.config, key)), None)
+        if other:
+            raise UserError(f"two arms are called {run.arm} and differ in {other}: give one another label")
         if not (run.finished or run.diverged):
             continue
         by_seed = arm.by_rate[run.config.max_lr]
@@ -314,12 +313,13 @@ def _settings(runs: Iterable[Run], baseline: str) -> list[Setting]:
                 f"{other.folder.path} and {run.folder.path} are the same arm, learning rate and seed: move one away"
             )
         by_seed[run.config.seed] = run
+    order = list(ARMS)
     settings = sorted(found.values(), key=lambda setting: (baseline not in setting.arms, setting.values["dataset"]))
     for setting in settings:
         setting.arms = dict(
             sorted(
                 setting.arms.items(),
-                key=lambda item: (item[0] != baseline, list(ARMS).index(item[0].partition("+")[0])),
+                key=lambda item: (item[0] != baseline, order.index(item[1].config.model_type), item[0]),
             )
         )
         tested = {run.has_test for arm in setting.arms.values() for run in arm.finished()}

@@ -24,11 +24,11 @@ class Attention(nn.Module):
     With sliced frames Q and K are no matrices at all: a head's query is its own slice of the input.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, layer: int = 0) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.dropout = config.dropout
-        sliced = config.frames == "sliced"
+        sliced = config.frames == "sliced" and layer >= config.sliced_from
         self.q = nn.Identity() if sliced else Projection(config)
         self.k = SlicedKey(config) if sliced else self.q if config.tie_qk else Projection(config)
         self.v = nn.Linear(config.d_model, config.d_model, bias=False)

@@ -63,7 +63,7 @@ def flops(config: RunConfig, causal: bool = False) -> Flops:
     dense attention computes and what the bounds below rest on.
     """
     d, layers = config.d_model, config.num_layers
-    qk = 0 if config.frames == "sliced" else layers * 2 * d * d
+    qk = (config.sliced_from if config.frames == "sliced" else layers) * 2 * d * d
     extras = layers * d * (config.d_head * config.core + config.key_conv + 4 * config.lora)
     other = layers * (2 * d * d + 2 * d * config.d_ff) + d * config.vocab_size
     attention = layers * 2 * d * config.seq_len // (2 if causal else 1)
@@ -176,13 +176,15 @@ def report(config: RunConfig) -> dict[str, Any]:
 
 
 def phases(config: RunConfig) -> list[dict[str, Any]]:
-    """What is frozen from which update on; the share is of all Q/K entries (none at all count as frozen)."""
+    """What is frozen from which update on; of Q/K, what is not there at all counts as frozen."""
     names = {name: p.numel() for name, p in skeleton(config).named_parameters()}
     qk = {name: size for name, size in names.items() if name.endswith(("attention.q.weight", "attention.k.weight"))}
     rows = []
     for step in config.policy.phases():
         frozen = config.policy.frozen(names, step)
-        share = sum(qk[name] for name in frozen if name in qk) / sum(qk.values()) if qk else 1.0
+        absent = config.num_layers - config.sliced_from if config.frames == "sliced" else 0
+        whole = sum(qk.values()) + 2 * absent * config.d_model**2
+        share = 1 - sum(size for name, size in qk.items() if name not in frozen) / whole
         trainable = sum(size for name, size in names.items() if name not in frozen)
         rests = bool(config.policy.resting(names, step))
         rows.append({"step": step, "frozen": frozen, "qk_share": share, "trainable": trainable, "rests": rests})

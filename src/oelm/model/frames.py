@@ -8,7 +8,8 @@ arms with one seed differ only in what the kind does to Z:
     orthogonal   per head: QR of its block     d_head orthonormal rows per head, signs fixed by diag(R)
     global       QR of the whole of Z          one orthogonal matrix; any head's rows are orthonormal too
     shared       orthogonal, of layer 0's Z    one frame for all layers, stored once
-    sliced       rows of the identity          never drawn: attention takes slices of its input (oelm.model.attention)
+    sliced       rows of the identity          never drawn: attention takes slices of its input (oelm.model.attention);
+                                               layers below `sliced_from` are orthogonal
 """
 
 import hashlib
@@ -28,7 +29,7 @@ def draw_frame(kind: str, num_heads: int, d_model: int, layer: int, role: str, s
             frame = z * INIT_STD
         case "matched":
             frame = z / math.sqrt(d_model)
-        case "orthogonal" | "shared":
+        case "orthogonal" | "shared" | "sliced":
             heads = z.view(num_heads, d_model // num_heads, d_model)
             frame = orthonormal_rows(heads).reshape(d_model, d_model)
         case "global":

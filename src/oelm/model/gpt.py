@@ -71,10 +71,10 @@ class _GeluLinear(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.d_model)
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.ffn_norm = nn.LayerNorm(config.d_model)
         self.ffn = FeedForward(config)
         self.dropout = Dropout(config.dropout)
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         self.config = config
         self.tokens = Embedding(config.vocab_size, config.d_model)
         self.positions = None if config.rope != "none" else Embedding(config.seq_len, config.d_model)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         if config.frames == "shared":
             first, *others = (cast(Block, block).attention for block in self.blocks)
             for attention in others:

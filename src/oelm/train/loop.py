@@ -169,7 +169,8 @@ class Trainer:
     def _evaluate(self) -> None:
         """Validate (and at the end test), then save: the metrics of a checkpoint's step always stand before it."""
         state = self.state
-        splits = ["val"] + (["test"] if state.step == self.config.max_steps and self.task.has_split("test") else [])
+        ends = state.step == self.config.max_steps and self.config.use_test
+        splits = ["val", *(["test"] if ends and self.task.has_split("test") else [])]
         self.model.eval()
         for split in splits:
             begin = time.perf_counter()
