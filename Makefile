@@ -6,7 +6,7 @@ CORE   := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup hf demo test lint kill-loop kill-queue kill-rank same-folder clean
+.PHONY: setup hf demo test lint kill-loop kill-queue kill-rank same-folder policies clean
 
 setup: $(CORE)
 
@@ -52,6 +52,10 @@ kill-rank: $(DEV)
 
 same-folder: $(DEV)
 	@$(BIN)/python -m tests.programmes.same_folder --rounds 200 --starts 8
+
+# Forty freezing policies: who is trained when, kills around every change, two processes.
+policies: $(DEV)
+	@$(BIN)/python -m tests.programmes.policies
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache

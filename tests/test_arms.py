@@ -2,7 +2,9 @@ from oelm.arms import ARMS
 
 
 def test_the_published_arms_and_their_controls():
-    kinds = {name: (arm.frames, arm.freeze) for name, arm in ARMS.items()}
+    kinds = {
+        name: (arm.settings.get("frames", "normal"), arm.settings.get("freeze", "none")) for name, arm in ARMS.items()
+    }
     assert kinds == {
         "baseline": ("normal", "none"),
         "oelm_v2": ("orthogonal", "qk"),

@@ -22,7 +22,7 @@ def test_parameters_of_medium_512_to_the_last_one():
 def test_frozen_arms_freeze_3145728_parameters_of_medium_512(arm):
     frozen = sum(part.frozen for part in cost.parts(resolve({"model_type": arm})))
     matrices = {"oelm_shared": 2, "oelm_sliced": 0}.get(arm, 12)
-    assert frozen == (matrices * 262_144 if ARMS[arm].freeze == "qk" else 0)
+    assert frozen == (matrices * 262_144 if ARMS[arm].settings.get("freeze") == "qk" else 0)
 
 
 def test_checkpoints_are_of_the_published_sizes():
