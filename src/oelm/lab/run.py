@@ -155,7 +155,7 @@ def show_dry_run(plan: Plan, only: str) -> None:
         total_disk += cost.disk
         batch = f"{config.batch_size}" + (f" x {run.processes}" if run.processes > 1 else "")
         table.add_row(
-            run.id, config.model_type, config.dataset, f"{config.max_lr:g}", f"{config.max_steps:,}", batch,
+            run.id, config.arm, config.dataset, f"{config.max_lr:g}", f"{config.max_steps:,}", batch,
             str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}",
             _hours(cost.seconds), f"{cost.disk / 2**20:,.0f} MiB",
         )  # fmt: skip
