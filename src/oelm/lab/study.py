@@ -301,9 +301,9 @@ def _settings(runs: Iterable[Run], baseline: str) -> list[Setting]:
         values = _setting_of(run)
         setting = found.setdefault(repr(values), Setting(values))
         arm = setting.arms.setdefault(run.arm, Arm(run.arm, run.config))
-        other = next((key for key in ARM_KEYS if getattr(arm.config, key) != getattr(run.config, key)), None)
-        if other:
-            raise UserError(f"two arms are called {run.arm} and differ in {other}: give one another label")
+        differs = next((key for key in ARM_KEYS if getattr(arm.config, key) != getattr(run.config, key)), None)
+        if differs:
+            raise UserError(f"two arms are called {run.arm} and differ in {differs}: give one another label")
         if not (run.finished or run.diverged):
             continue
         by_seed = arm.by_rate[run.config.max_lr]
