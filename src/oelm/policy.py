@@ -88,7 +88,7 @@ class Clause:
     def matches(self, name: str) -> bool:
         layer = layer_of(name)
         there = self.layers is None or layer in self.layers
-        return there and any(fnmatchcase(name, pattern) for pattern in PARTS.get(self.what, (self.what,)))
+        return there and matches(self.what, name)
 
     def holds(self, name: str, step: int, steps: int, num_layers: int) -> bool:
         places = self.layers if self.layers is not None else tuple(range(num_layers))
@@ -152,6 +152,11 @@ def parse(text: str, num_layers: int, steps: int) -> Policy:
     """The policy that `text` describes; ValueError says what is wrong with it."""
     clauses = [] if text.strip() in ("", "none") else [_clause(part.strip(), num_layers) for part in text.split(";")]
     return Policy(tuple(clauses), num_layers, steps)
+
+
+def matches(what: str, name: str) -> bool:
+    """Whether a parameter belongs to a part, or fits a pattern of names."""
+    return any(fnmatchcase(name, pattern) for pattern in PARTS.get(what, (what,)))
 
 
 def layer_of(name: str) -> int | None:
@@ -242,6 +247,6 @@ def parse_rates(text: str) -> dict[str, float]:
 
 def rate_factor(name: str, factors: dict[str, float]) -> float:
     for pattern, factor in factors.items():
-        if any(fnmatchcase(name, part) for part in PARTS.get(pattern, (pattern,))):
+        if matches(pattern, name):
             return factor
     return 1.0

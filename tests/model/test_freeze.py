@@ -1,6 +1,8 @@
+import pytest
 import torch
 
 from oelm.config import resolve
+from oelm.errors import UserError
 from oelm.model import freeze
 from oelm.model.gpt import build_gpt
 
@@ -29,3 +31,10 @@ def test_the_fingerprint_sees_a_single_flipped_bit():
         weight = model.blocks[1].attention.k.weight.view(torch.int32)
         weight[3, 4] ^= 1
     assert freeze.fingerprint(model, names) != before
+
+
+@pytest.mark.parametrize("settings", [{"freeze": "blocks.9.*"}, {"lr_scale": "*.attention.x.*=2"}])
+def test_a_pattern_that_matches_nothing_is_refused(settings):
+    config = resolve({"preset": "tiny", **settings})
+    with pytest.raises(UserError, match="matches no parameter"):
+        freeze.policy_of(build_gpt(config), config)

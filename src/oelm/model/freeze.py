@@ -8,19 +8,22 @@ from torch import nn
 
 from oelm.config import RunConfig
 from oelm.errors import UserError
-from oelm.policy import Policy
+from oelm.policy import Policy, matches, parse_rates
 
 
 def policy_of(model: nn.Module, config: RunConfig) -> Policy:
-    """The config's policy; refused if a clause of it freezes nothing of the model."""
+    """The config's policy; refused if a clause of it, or a factor on the learning rate, is of nothing in the model."""
     names = [name for name, _ in model.named_parameters()]
+    idle = [pattern for pattern in parse_rates(config.lr_scale) if not any(matches(pattern, name) for name in names)]
     lost = [
         what for what in config.policy.unmatched(names) if not (config.frames == "sliced" and what in ("q", "k", "qk"))
     ]
-    if lost:
-        raise UserError(
-            f"freeze {config.freeze}: {lost[0]} matches no parameter of the model (oelm inspect lists them)"
-        )
+    for setting, text, patterns in (("freeze", config.freeze, lost), ("lr_scale", config.lr_scale, idle)):
+        if patterns:
+            raise UserError(
+                f"{setting} {text}: {patterns[0]} matches no parameter of the model; their names are like "
+                "blocks.0.attention.q.weight, blocks.3.ffn.up.bias, tokens.weight"
+            )
     return config.policy
 
 
