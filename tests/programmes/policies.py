@@ -4,7 +4,8 @@
 
 For every policy: the trainable set is what the arithmetic here says at every update; frozen bits do not
 change while frozen; a run killed with SIGKILL just before and just after each change of phase ends in the bits
-of an uninterrupted one; two processes under torchrun reach the single process's losses within 1e-5.
+of an uninterrupted one; two processes under torchrun reach the single process's losses within 1e-5. Those of
+COMPILED reach the same losses within 1e-4 when they are compiled.
 """
 
 import argparse
@@ -96,6 +97,11 @@ POLICIES: list[tuple[str, Rule, dict[str, Any]]] = [
 ]
 
 
+TWO_PROCESSES = ["torchrun", "--standalone", "--nproc_per_node=2", "-m", "oelm"], ["--batch_size=2"]
+"""Half of the batch each."""
+COMPILED = ("qk:until0.5", "qk:from0.35+polar", "qk:every4", "qk:topdown0.2-0.8")
+
+
 def configure(data: Path, out: Path, index: int) -> RunConfig:
     freeze, _, extra = POLICIES[index]
     return resolve({**SETTINGS, **extra, "freeze": freeze, "data_path": str(data), "out_dir": str(out)})
@@ -129,7 +135,7 @@ def watched(config: RunConfig, kill_before: int | None = None, kill_after: int |
 def check(data: Path, root: Path, index: int, torchrun: bool) -> dict[str, Any]:
     """Everything the programme says of one policy; raises AssertionError where it does not hold."""
     torch.set_num_threads(1)
-    freeze, rule, _ = POLICIES[index]
+    freeze, rule, extra = POLICIES[index]
     whole = configure(data, root / f"whole{index}", index)
     assert exit_code(watched(whole)) == 0
     lines = [json.loads(x) for x in whole.folder.with_name(f"whole{index}.trained").read_text().splitlines()]
@@ -149,7 +155,9 @@ def check(data: Path, root: Path, index: int, torchrun: bool) -> dict[str, Any]:
             assert fingerprint(RunFolder(cut.folder)) == expected_bits, f"{freeze}: killed around update {change}"
             kills += 1
     if torchrun:
-        assert two_processes(data, root, index) <= 1e-5, f"{freeze}: two processes"
+        assert apart(data, root, index, *TWO_PROCESSES) <= 1e-5, f"{freeze}: two processes"
+        if freeze in COMPILED and not extra:
+            assert apart(data, root, index, [], ["--compile"]) <= 1e-4, f"{freeze}: compiled"
     return {"phases": len(audit), "kills": kills}
 
 
@@ -163,16 +171,14 @@ def _frozen_file(config: RunConfig) -> list[str]:
         return list(file.keys())
 
 
-def two_processes(data: Path, root: Path, index: int) -> float:
-    """Largest relative difference of a training loss between one process and two with half of the batch each."""
+def apart(data: Path, root: Path, index: int, launcher: list[str], flags: list[str]) -> float:
+    """Largest relative difference of a training loss between a plain run and one that is started otherwise."""
+    plain = [sys.executable, "-m", "oelm"]
     losses = []
-    for size in (1, 2):
-        config = configure(data, root / f"world{index}-{size}", index)
+    for number, (start_with, more) in enumerate([(plain, []), (launcher or plain, flags)]):
+        config = configure(data, root / f"apart{index}-{len(flags[0])}-{number}", index)
         words = [f"--{k}={v}" for k, v in config.model_dump().items() if k not in ("processes", "model_type", "preset")]
-        words += [f"--batch_size={config.batch_size // size}", "--dropout=0"]
-        torchrun = ["torchrun", "--standalone", f"--nproc_per_node={size}", "-m", "oelm"]
-        launcher = [sys.executable, "-m", "oelm"] if size == 1 else torchrun
-        subprocess.run([*launcher, "train", *words], check=True, capture_output=True)
+        subprocess.run([*start_with, "train", *words, "--dropout=0", *more], check=True, capture_output=True)
         losses.append([record["loss"] for record in metrics.read(RunFolder(config.folder).metrics, "train")])
     return max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conftest import make_data
-from tests.programmes.policies import POLICIES, check
+from tests.programmes.policies import POLICIES, TWO_PROCESSES, apart, check
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,5 @@ def test_who_is_trained_when_and_bits_survive_kills_around_a_change(data, tmp_pa
 
 
 def test_two_processes_agree_with_one_across_a_change(data, tmp_path):
-    from tests.programmes.policies import two_processes
-
     index = next(i for i, (text, _, _) in enumerate(POLICIES) if text == "qk:until0.5")
-    assert two_processes(data, tmp_path, index) <= 1e-5
+    assert apart(data, tmp_path, index, *TWO_PROCESSES) <= 1e-5
