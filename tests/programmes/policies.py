@@ -178,7 +178,9 @@ def apart(data: Path, root: Path, index: int, launcher: list[str], flags: list[s
     for number, (start_with, more) in enumerate([(plain, []), (launcher or plain, flags)]):
         config = configure(data, root / f"apart{index}-{len(flags[0])}-{number}", index)
         words = [f"--{k}={v}" for k, v in config.model_dump().items() if k not in ("processes", "model_type", "preset")]
-        subprocess.run([*start_with, "train", *words, "--dropout=0", *more], check=True, capture_output=True)
+        command = [*start_with, "train", *words, "--dropout=0", *more]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
         losses.append([record["loss"] for record in metrics.read(RunFolder(config.folder).metrics, "train")])
     return max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))
 
