@@ -52,7 +52,7 @@ def test_the_run_folder_holds_what_it_promises(tiny, tmp_path):
     assert names == {
         "config.toml", "training.log", "metrics.jsonl", "timing_stats.json", "summary.json", "environment.json",
         "frozen.safetensors", "best", "last", "run.lock", "step-00000010", "step-00000012", "test_documents.npy",
-        "sample.json",
+        "sample.json", "freeze_audit.jsonl",
     }  # fmt: skip
     assert any(p.name.startswith("events.out.tfevents") for p in run.iterdir())
     config = tomllib.loads((run / "config.toml").read_text())
