@@ -97,7 +97,10 @@ POLICIES: list[tuple[str, Rule, dict[str, Any]]] = [
 ]
 
 
-TWO_PROCESSES = ["torchrun", "--standalone", "--nproc_per_node=2", "-m", "oelm"], ["--batch_size=2"]
+TWO_PROCESSES = (
+    [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "oelm"],
+    ["--batch_size=2"],
+)
 """Half of the batch each."""
 COMPILED = ("qk:until0.5", "qk:from0.35+polar", "qk:every4", "qk:topdown0.2-0.8")
 
