@@ -92,12 +92,12 @@ def processes(config: RunConfig, data: TokenData, rounds: int, steps: int) -> di
         for turn in range(rounds):
             for size in (1, 2) if turn % 2 == 0 else (2, 1):
                 out = Path(place) / f"{turn}-{size}"
-                several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"] if size > 1 else []
+                torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
                 flags = {"data_path": short, "dropout": 0.0, "max_steps": steps, "threads": 2 // size,
                          "batch_size": config.batch_size // size,
                          "out_dir": out, "device": "cpu"}  # fmt: skip
                 words = [f"--{key}={value}" for key, value in flags.items()]
-                command = [sys.executable, *several, "-m", "oelm", "train", *words]
+                command = [sys.executable, *(torchrun if size > 1 else []), "-m", "oelm", "train", *words]
                 subprocess.run(command, check=True, capture_output=True)
                 times = [record["seconds"] for record in metrics.read(out / "metrics.jsonl", "train")]
                 medians[size].append(float(np.median(times[2:])))
