@@ -58,7 +58,9 @@ def _bench(options: argparse.Namespace) -> None:
     if options.out:
         _writable(options.out)
     command = f"oelm bench {' '.join(names)} --shape {options.shape} --repeats {options.repeats}"
-    command += "".join(f" --{key} {value:g}" for key, value in settings.items() if value)
+    given = settings | {"threads": options.threads}
+    command += "".join(f" --{key} {value:g}" for key, value in given.items() if value)
+    command += " --nanogpt DIR" if options.nanogpt else ""
     with _ticking((len(names) + len(GEMM_SIZES)) * (options.repeats + 2), quiet=options.json) as tick:
         found = contest(names, options.shape, settings, options.repeats, options.nanogpt, tick, command)
     if options.json:

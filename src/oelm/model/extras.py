@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from oelm.config import RunConfig
 
 ROPE_BASE = 10_000.0
-START = {"core": "eye", "gain": "ones", "temperature": "ones", "conv": "delta", "lora_up": "zeros", "bias": "zeros"}
-"""How an extra's parameter starts, by the last part of its name; `lora_down` is drawn like every matrix."""
+START = {
+    "core": "eye", "gain": "ones", "temperature": "ones", "conv": "delta", "lora_up": "zeros", "bias": "zeros",
+    "relative_bias": "zeros",
+}  # fmt: skip
+"""How an extra's parameter, or any bias, starts, by the last part of its name; `lora_down` is drawn like a matrix."""
 
 
 class Projection(nn.Linear):
@@ -90,7 +93,7 @@ def _rotate(x_BHTK: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
 
 
 def start_value(name: str, parameter: Tensor) -> Tensor | None:
-    """What an extra's parameter starts as; None: it is no extra, or is drawn."""
+    """What an extra's parameter, or a bias, starts as; None: it is neither, or is drawn."""
     match START.get(name.rpartition(".")[2]):
         case "eye":
             return torch.eye(parameter.shape[-1]).expand_as(parameter)

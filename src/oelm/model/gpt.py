@@ -64,8 +64,9 @@ class _GeluLinear(torch.autograd.Function):
         x_BTF, weight_DF, gelu_BTF = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
         d_y_ND = d_y_BTD.flatten(0, -2)
-        gelu_BTF = F.gelu(x_BTF) if gelu_BTF is None else gelu_BTF
-        d_weight_DF = d_y_ND.t() @ gelu_BTF.flatten(0, -2) if for_weight else None
+        d_weight_DF = None
+        if for_weight:
+            d_weight_DF = d_y_ND.t() @ (F.gelu(x_BTF) if gelu_BTF is None else gelu_BTF).flatten(0, -2)
         d_x_BTF = torch.ops.aten.gelu_backward(d_y_BTD @ weight_DF, x_BTF) if for_x else None
         return d_x_BTF, d_weight_DF, d_y_ND.sum(0) if for_bias else None
 
@@ -131,12 +132,10 @@ class GPT(nn.Module):
         config = self.config
         for name, parameter in self.named_parameters():
             start = extras.start_value(name, parameter)
-            if start is not None and "attention." in name:
+            if start is not None:
                 parameter.copy_(start)
-            elif name.endswith("relative_bias"):
-                parameter.zero_()
             elif parameter.ndim == 1:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                parameter.fill_(1.0)
             elif not name.endswith(("attention.q.weight", "attention.k.weight")):
                 parameter.copy_(gaussian(tuple(parameter.shape), seed, name) * INIT_STD)
             else:
