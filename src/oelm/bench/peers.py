@@ -2,7 +2,8 @@
 
 transformers   GPT2LMHeadModel with SDPA; fused AdamW
 published      eager, in the style of the published experiments: the whole attention square, masked
-               softmax, dropout on its weights, all logits at once, AdamW without fusion
+               softmax, dropout on its weights and inside the feed-forward layer too, all logits at once,
+               AdamW without fusion
 nanogpt        GPT of a nanoGPT checkout, with its own configure_optimizers
 """
 
@@ -121,16 +122,15 @@ class _PublishedBlock(nn.Module):
         self.heads = config.num_heads
         self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.ffn = nn.Sequential(nn.Linear(d, config.d_ff), nn.GELU(), nn.Linear(config.d_ff, d))
         self.drop = nn.Dropout(config.dropout)
-        self.register_buffer("mask", torch.tril(torch.ones(config.seq_len, config.seq_len)))
+        self.ffn = nn.Sequential(nn.Linear(d, config.d_ff), nn.GELU(), self.drop, nn.Linear(config.d_ff, d))
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
         h = self.norm1(x)
         q, k, v = (project(h).view(B, T, self.heads, -1).transpose(1, 2) for project in (self.q, self.k, self.v))
         scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(D // self.heads)
-        scores = scores.masked_fill(self.mask[:T, :T] == 0, float("-inf"))  # type: ignore[index]
+        scores = scores.masked_fill(torch.triu(torch.ones(T, T, dtype=torch.bool), 1), float("-inf"))
         y = torch.matmul(self.drop(F.softmax(scores, dim=-1)), v)
         x = x + self.drop(self.o(y.transpose(1, 2).contiguous().view(B, T, D)))
         return x + self.drop(self.ffn(self.norm2(x)))
