@@ -19,7 +19,8 @@ from oelm.config import RunConfig, resolve
 from oelm.data.tokens import TokenData, open_data
 from oelm.files import write_atomic
 from oelm.machine import cores, keep_memory
-from oelm.model.gpt import GPT, build_gpt
+from oelm.model.build import build_model
+from oelm.model.gpt import GPT
 from oelm.train.distributed import World
 from oelm.train.language import LanguageModelling
 from oelm.train.optim import learning_rate
@@ -46,7 +47,8 @@ def curves(config: RunConfig, data: TokenData) -> tuple[np.ndarray, np.ndarray]:
     """(oelm's loss, the plain code's loss) of every step."""
     world = World(0, 1, torch.device("cpu"))
     task = LanguageModelling(config, data, world)
-    model = build_gpt(config)
+    model = build_model(config)
+    assert isinstance(model, GPT)
     plain = PlainGPT(config)
     plain.load_state_dict(translate(model), strict=False)  # its masks are no weights
     theirs = plain_steps(config, plain, data.splits["train"])

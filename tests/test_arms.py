@@ -1,9 +1,9 @@
-from oelm.arms import ARMS
+from oelm.arms import DRAWN
 
 
 def test_the_published_arms_and_their_controls():
     kinds = {
-        name: (arm.settings.get("frames", "normal"), arm.settings.get("freeze", "none")) for name, arm in ARMS.items()
+        name: (arm.settings.get("frames", "normal"), arm.settings.get("freeze", "none")) for name, arm in DRAWN.items()
     }
     assert kinds == {
         "baseline": ("normal", "none"),

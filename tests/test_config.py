@@ -1,6 +1,6 @@
 import pytest
 
-from oelm.arms import ARMS
+from oelm.arms import DRAWN
 from oelm.cli.parser import with_underscores
 from oelm.config import OPERATIONAL, PRESETS, RunConfig, load_toml, resolve
 from oelm.errors import UserError
@@ -35,7 +35,7 @@ def test_order_is_defaults_preset_arm_file_flag():
 
 
 def test_an_arm_brings_no_training_setting():
-    for name in ARMS:
+    for name in DRAWN:
         arm, baseline = resolve({"model_type": name}).model_dump(), resolve({}).model_dump()
         changed = {key for key in arm if arm[key] != baseline[key]}
         assert changed <= {"model_type", "frames", "freeze"}

@@ -1,7 +1,7 @@
 """The table of arms: how Query/Key start, what of them is frozen and when, and what is added to them.
 
 An arm is a set of defaults for config fields of the same names; it never carries a learning rate.
-Adding an arm is one entry here.
+Adding an arm is one entry here. In a pretrained encoder an arm may mean something else than in a drawn model.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,14 @@ from typing import Any
 @dataclass(frozen=True)
 class Arm:
     about: str
-    settings: dict[str, Any]
-    """Config fields that the arm sets; the others of the group stay at their defaults."""
+    settings: dict[str, Any] | None
+    """Config fields that the arm sets; the others of the group stay at their defaults. None: for encoders only."""
+    pretrained: dict[str, Any] | None = None
+    """What it sets instead for a pretrained encoder; None: the same."""
+    about_pretrained: str = ""
+
+    def settings_for(self, pretrained: bool) -> dict[str, Any] | None:
+        return self.pretrained if pretrained and self.pretrained is not None else self.settings
 
 
 def _arm(about: str, **settings: Any) -> Arm:
@@ -20,8 +26,16 @@ def _arm(about: str, **settings: Any) -> Arm:
 
 
 ARMS: dict[str, Arm] = {
-    "baseline": _arm("Q/K from N(0, 0.02²) like every other matrix, trained"),
-    "oelm_v2": _arm("OELM-Freeze: head-wise orthogonal Q/K, frozen", frames="orthogonal", freeze="qk"),
+    "baseline": Arm(
+        "Q/K from N(0, 0.02²) like every other matrix, trained", {},
+        {"frames": "pretrained"}, "pretrained Q/K, untouched, trained",
+    ),
+    "frozen": Arm("", None, {"frames": "pretrained", "freeze": "qk"}, "pretrained Q/K, frozen as they are"),
+    "oelm_v2": Arm(
+        "OELM-Freeze: head-wise orthogonal Q/K, frozen", {"frames": "orthogonal", "freeze": "qk"},
+        {"frames": "factor", "freeze": "qk"},
+        "each head's pretrained block replaced by its orthonormal factor, frozen (frames factor-scale keeps its scale)",
+    ),
     "oelm_random": _arm("OELM-Random, the published control: Q/K from N(0, 0.02²), frozen", freeze="qk"),
     "oelm_matched": _arm("the fair control: Q/K from N(0, 1/d_model), frozen", frames="matched", freeze="qk"),
     "oelm": _arm(
@@ -32,4 +46,9 @@ ARMS: dict[str, Arm] = {
         "free frames: a head's Q/K are its slice of the input, no parameters", frames="sliced", freeze="qk"
     ),
     "orthogonal": _arm("head-wise orthogonal Q/K, trained", frames="orthogonal"),
-}
+    "damaged_baseline": Arm(
+        "", None, {"frames": "normal"}, "the published mistake: pretrained Q/K overwritten with N(0, 0.02²), trained"
+    ),
+}  # fmt: skip
+DRAWN = {name: arm for name, arm in ARMS.items() if arm.settings is not None}
+"""Those that a model without pretrained weights can be."""

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from oelm import encoders
 from oelm.arms import ARMS
 from oelm.errors import UserError, nearest
 from oelm.policy import Policy, parse_rates
@@ -40,9 +41,12 @@ class ArmFields(_Fields):
     """Arm: sets the following (see `oelm inspect --arms`)."""
     label: str = ""
     """What the arm is called in tables and reports; default: model_type and what was changed about it."""
-    frames: Literal["normal", "matched", "orthogonal", "global", "shared", "sliced"] = "normal"
+    frames: Literal[
+        "normal", "matched", "orthogonal", "global", "shared", "sliced", "pretrained", "factor", "factor-scale"
+    ] = "normal"
     """How Q/K start: N(0, 0.02²), N(0, 1/d_model), orthonormal rows per head, one orthogonal matrix, orthonormal
-    rows per head that all layers share, or no matrix at all: a head reads its own slice of the input."""
+    rows per head that all layers share, or no matrix at all: a head reads its own slice of the input. Of a pretrained
+    encoder: as they are, or each head's block replaced by its orthonormal factor, with or without its scale."""
     sliced_from: Annotated[int, Field(ge=0, le=1_000)] = 0
     """With sliced frames, the first layer without Q/K matrices; those below it have head-wise orthogonal ones."""
     sliced_keys: Literal["tied", "next", "shuffled"] = "tied"
@@ -78,8 +82,12 @@ class ArmFields(_Fields):
 class ModelFields(ArmFields):
     """Model"""
 
+    arch: str = encoders.GPT
+    """gpt, bert-base (the shape, drawn), or a pretrained encoder: folder, package:NAME or a name on the hub."""
+    labels: Annotated[int, Field(ge=0, le=1_000)] = 0
+    """Classes to tell apart; taken from the prepared data unless set. 0: language modelling."""
     preset: str = "medium-512"
-    """Size: sets the model's shape and matching training defaults (medium-512, pocket, tiny)."""
+    """Size: sets the model's shape and matching training defaults (medium-512, pocket, tiny; encoder for encoders)."""
     vocab_size: Annotated[int, Field(gt=0, le=2**31)] = 50_257
     """Tokens in the vocabulary; taken from the prepared data unless set."""
     d_model: Annotated[int, Field(gt=0, le=65_536)] = 512
@@ -100,7 +108,8 @@ class DataFields(_Fields):
     """Data"""
 
     dataset: str = "tinystories"
-    """Prepared data set: the folder of that name in data/ (or $OELM_DATA)."""
+    """Prepared data set: the folder of that name in data/ (or $OELM_DATA); or csv:FILE, tsv:, jsonl:, parquet: of
+    labelled texts, which is prepared first."""
     data_path: str = ""
     """Folder with train.bin, val.bin, test.bin; overrides the place that `dataset` implies."""
 
@@ -110,6 +119,8 @@ class OptimFields(_Fields):
 
     max_steps: Positive = 100_000
     """Optimizer steps in the whole run."""
+    num_epochs: Annotated[float, Field(ge=0, le=100_000, allow_inf_nan=False)] = 0.0
+    """Passes over the training data; sets max_steps. 0: as max_steps says."""
     batch_size: Annotated[int, Field(gt=0, le=1_000_000)] = 8
     """Windows per step in each process (as published: two processes double the step)."""
     micro_batch: Annotated[int, Field(ge=0, le=1_000_000)] = 0
@@ -184,9 +195,20 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
             raise ValueError("sliced frames have no Q/K matrices: leave lora, qk_bias and tie_qk out")
         parse_policy(self.freeze, self.num_layers, self.max_steps)
         parse_rates(self.lr_scale)
+        self._fits_architecture()
         if self.micro_batch and self.batch_size % self.micro_batch:
             raise ValueError(f"micro_batch {self.micro_batch} does not divide batch_size {self.batch_size}")
         return self
+
+    def _fits_architecture(self) -> None:
+        reads = ("pretrained", "factor", "factor-scale")
+        if not encoders.is_pretrained(self.arch) and self.frames in reads:
+            raise ValueError(f"frames {self.frames} are of a pretrained encoder: {self.arch} is drawn (see --arch)")
+        if self.arch == encoders.GPT:
+            return
+        if self.frames in ("shared", "sliced") or self.extras or self.tie_qk:
+            what = f"frames {self.frames}" if self.frames in ("shared", "sliced") else next(iter(self.extras), "tie_qk")
+            raise ValueError(f"{what} is for arch gpt: an encoder's attention stays as its library has it")
 
     @property
     def d_head(self) -> int:
@@ -194,14 +216,16 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
 
     @property
     def qk_scale(self) -> float:
-        """Standard deviation of the entries of Q/K at the start."""
+        """Standard deviation of the entries of Q/K at the start; 0 stands for the pretrained ones' own."""
+        if self.frames in ("pretrained", "factor-scale"):
+            return 0.0
         return INIT_STD if self.frames == "normal" else self.d_model**-0.5
 
     @property
     def arm(self) -> str:
         """The arm's name; what was changed about it stands behind, unless it has a label of its own."""
         defaults = {key: type(self).model_fields[key].default for key in ARM_KEYS}
-        usual = {**defaults, **ARMS[self.model_type].settings}
+        usual = {**defaults, **(ARMS[self.model_type].settings_for(encoders.is_pretrained(self.arch)) or {})}
         changed = [f"{key}={getattr(self, key)}" for key in ARM_KEYS if getattr(self, key) != usual[key]]
         return self.label or "+".join([self.model_type, *changed])
 
@@ -272,7 +296,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         vocab_size=257, d_model=32, num_layers=2, num_heads=2, d_ff=64, seq_len=32, dropout=0.0,
         batch_size=4, max_lr=4e-3, max_steps=100, warmup_steps=10, val_interval=50, save_interval=100,
     ),
+    "encoder": dict(
+        seq_len=128, dropout=0.1, batch_size=16, max_lr=2e-5, num_epochs=3.0, warmup_steps=100, val_interval=1_000,
+        save_interval=5_000,
+    ),
 }  # fmt: skip
+"""The shape of an encoder is its own; see `arch`."""
+PRESET_KEYS = frozenset(key for preset in PRESETS.values() for key in preset)
 
 # What may change between the parts of an interrupted run without changing what it computes.
 OPERATIONAL = frozenset(
@@ -291,7 +321,9 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
     for key in (*file, *flags):
         if key not in RunConfig.model_fields:
             raise UserError(f"unknown setting {key}: {nearest(key, RunConfig.model_fields)}")
-    preset = str(flags.get("preset", file.get("preset", "medium-512")))
+    arch = str(flags.get("arch", file.get("arch", encoders.GPT)))
+    usual = "medium-512" if arch == encoders.GPT else "encoder"
+    preset = str(flags.get("preset", file.get("preset", usual)))
     arm = str(flags.get("model_type", file.get("model_type", "baseline")))
     if preset not in PRESETS:
         raise UserError(f"unknown preset {preset}: {nearest(preset, PRESETS)}")
@@ -300,8 +332,25 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
     if file.get("model_type", arm) != arm:
         file = {key: value for key, value in file.items() if key not in ARM_KEYS}
     if file.get("preset", preset) != preset:
-        file = {key: value for key, value in file.items() if key not in PRESETS["pocket"]}
-    return build({**PRESETS[preset], **ARMS[arm].settings, **file, **flags})
+        file = {key: value for key, value in file.items() if key not in PRESET_KEYS}
+    # A run's own config says the shape itself: the encoder that it began with may have gone.
+    shape = {} if arch == file.get("arch") and encoders.NAMES.keys() <= file.keys() else encoders.shape_of(arch)
+    settings = ARMS[arm].settings_for(encoders.is_pretrained(arch))
+    if settings is None:
+        raise UserError(f"the arm {arm} is for pretrained encoders: name one with --arch")
+    found = {**PRESETS[preset], **shape, **settings, **file, **flags, "preset": preset}
+    given = {*file, *flags}
+    if "max_steps" in given and "num_epochs" not in given:
+        found["num_epochs"] = 0.0
+    if shape and "seq_len" not in given:
+        found["seq_len"] = min(found["seq_len"], encoders.longest(arch))
+    other = next((key for key in shape if key != "vocab_size" and int(found[key]) != shape[key]), None)
+    if other:
+        raise UserError(f"{other} {found[other]}: arch {arch} has {shape[other]}")
+    config = build(found)
+    if shape and config.seq_len > encoders.longest(arch):
+        raise UserError(f"seq_len {config.seq_len}: {arch} has positions for {encoders.longest(arch)}")
+    return config
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:

@@ -1,26 +1,29 @@
-"""Sample text from a run."""
+"""Use a run: load its model, sample text from it, or have it classify."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
+from torch import nn
 
+from oelm import encoders
+from oelm.config import RunConfig
 from oelm.data.tokenizer import Tokenizer, load_tokenizer
 from oelm.errors import UserError
 from oelm.model import freeze
-from oelm.model.gpt import GPT
+from oelm.model.build import skeleton
+from oelm.model.encoder import empty_encoder
 from oelm.train.checkpoint import Checkpoint, load_frozen, load_weights, pick
 from oelm.train.distributed import pick_device
 from oelm.train.folder import RunFolder
 
 
-def load_run(run: Path, which: str, device: str, warn: Callable[[str], None]) -> tuple[GPT, Tokenizer]:
+def load_run(run: Path, which: str, device: str, warn: Callable[[str], None]) -> tuple[nn.Module, Tokenizer]:
     """The model of a run folder at its best, last or a named checkpoint, with its tokenizer."""
     folder = RunFolder(run)
     config = folder.config()
     found = pick(folder, which, warn)
-    with torch.device("meta"):
-        model = GPT(config)
+    model = _skeleton(folder, config)
     once = freeze.policy_of(model, config).always(name for name, _ in model.named_parameters())
     frozen = load_frozen(folder) if once else {}
     try:
@@ -32,6 +35,17 @@ def load_run(run: Path, which: str, device: str, warn: Callable[[str], None]) ->
     if freeze.fingerprint(model, frozen) != found.state.get("frozen_hash"):
         raise UserError(f"{folder.frozen} is damaged: its frozen parameters are not those of the run")
     return model.to(pick_device(device)).eval(), _tokenizer_of(folder, found)
+
+
+def _skeleton(folder: RunFolder, config: RunConfig) -> nn.Module:
+    """The model's shapes; an encoder's as it was when the run began, wherever the pretrained one may be now."""
+    if config.arch == encoders.GPT:
+        return skeleton(config)
+    try:
+        settings = json.loads(folder.encoder.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(f"{folder.encoder} is missing or damaged: the run cannot be loaded without it") from None
+    return empty_encoder(config, settings)
 
 
 def _tokenizer_of(folder: RunFolder, found: Checkpoint) -> Tokenizer:

@@ -11,11 +11,14 @@ from oelm.config import RunConfig
 
 
 def show_arms() -> None:
-    table = Table("arm", "settings", "what it is", box=None, header_style="bold", pad_edge=False)
-    for name, arm in ARMS.items():
-        settings = ", ".join(f"{key} {value}" for key, value in arm.settings.items())
-        table.add_row(name, settings, arm.about)
-    Console().print(table)
+    for heading, pretrained in (("in a GPT, or any drawn model", False), ("in a pretrained encoder", True)):
+        table = Table("arm", "settings", heading, box=None, header_style="bold", pad_edge=False)
+        for name, arm in ARMS.items():
+            found = arm.settings_for(pretrained)
+            if found is not None and found.get("frames") not in (("shared", "sliced") if pretrained else ()):
+                settings = ", ".join(f"{key} {value}" for key, value in found.items())
+                table.add_row(name, settings, (arm.about_pretrained if pretrained else "") or arm.about)
+        Console().print(table, "")
 
 
 def show_policies() -> None:

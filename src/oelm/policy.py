@@ -23,14 +23,16 @@ from fnmatch import fnmatchcase
 from functools import cache, cached_property
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "q": ("blocks.*.attention.q.weight",),
-    "k": ("blocks.*.attention.k.weight",),
-    "qk": ("blocks.*.attention.q.weight", "blocks.*.attention.k.weight"),
-    "v": ("blocks.*.attention.v.weight",),
-    "o": ("blocks.*.attention.o.weight",),
-    "ffn": ("blocks.*.ffn.*",),
-    "embeddings": ("tokens.weight", "positions.weight"),
-}
+    "q": ("blocks.*.attention.q.weight", "*.attention.self.query.*", "*.attention.q_lin.*"),
+    "k": ("blocks.*.attention.k.weight", "*.attention.self.key.*", "*.attention.k_lin.*"),
+    "v": ("blocks.*.attention.v.weight", "*.attention.self.value.*", "*.attention.v_lin.*"),
+    "o": ("blocks.*.attention.o.weight", "*.attention.output.dense.*", "*.attention.out_lin.*"),
+    "ffn": ("blocks.*.ffn.*", "*.layer.*.intermediate.dense.*", "*.layer.[0-9].output.dense.*",
+            "*.layer.[0-9][0-9].output.dense.*", "*.layer.*.ffn.*"),
+    "embeddings": ("tokens.weight", "positions.weight", "*.embeddings.*"),
+}  # fmt: skip
+"""Parts by the names of their parameters: this package's GPT, then encoders like BERT and DistilBERT (with biases)."""
+PARTS["qk"] = PARTS["q"] + PARTS["k"]
 CLAUSE = re.compile(r"(?P<what>[\w.*?-]+)(@(?P<layers>[\w.,-]+))?(:(?P<when>[\w.+-]+))?")
 WHEN = re.compile(
     r"(?P<kind>until|last|from)(?P<share>[\d.]+)(?P<then>\+polar|\+polar-scale)?"
@@ -160,7 +162,7 @@ def matches(what: str, name: str) -> bool:
 
 
 def layer_of(name: str) -> int | None:
-    found = re.match(r"blocks\.(\d+)\.", name)
+    found = re.search(r"(?:^|\.)(?:blocks|layer)\.(\d+)\.", name)
     return int(found[1]) if found else None
 
 

@@ -22,11 +22,19 @@ def make_run(
     root: Path, name: str, arm: str = "baseline", seed: int = 1, lr: float = 1e-3, test: float | None = 2.0,
     val: float | None = None, state: str = "finished", reason: str = "", step_seconds: float = 0.1,
     epochs: float = 0.5, best: float | None = None, data: dict[str, Any] | None = None,
-    documents: np.ndarray | None = None, machine: dict[str, Any] | None = None, steps: int = 20, **settings: Any,
+    documents: np.ndarray | None = None, machine: dict[str, Any] | None = None, steps: int = 20,
+    answers: np.ndarray | None = None, **settings: Any,
 ) -> Path:  # fmt: skip
-    """A run of `steps` steps, validated at every tenth of it; losses fall from 1 above to their final value."""
+    """A run of `steps` steps, validated at every tenth of it; losses fall from 1 above to their final value.
+
+    `answers`, rows of (label, answer), make it a classifier of three classes.
+    """
     folder = root / name
     folder.mkdir(parents=True)
+    told = {}
+    if answers is not None:
+        settings["labels"] = 3
+        told = {"accuracy": float((answers[:, 0] == answers[:, 1]).mean()), "f1": 0.5}
     config = resolve({"preset": "tiny", "model_type": arm, "seed": seed, "max_lr": lr, "max_steps": steps, **settings})
     (folder / "config.toml").write_text(config.to_toml())
     val = (2.0 if test is None else test) if val is None else val
@@ -36,7 +44,8 @@ def make_run(
             loss = val + 1 - step / steps
             file.write(json.dumps({"kind": "train", "step": step, "loss": loss, "seconds": step_seconds}) + "\n")
             if step % max(1, steps // 10) == 0:
-                record = {"kind": "val", "step": step, "loss": loss, "ppl": math.exp(min(loss, 700.0)), "seconds": 0.1}
+                record = {"kind": "val", "step": step, "loss": loss, "ppl": math.exp(min(loss, 700.0)), "seconds": 0.1,
+                          **told}  # fmt: skip
                 file.write(json.dumps(record) + "\n")
     data = DATA if data is None else data
     part = {"started": "2026-01-02T03:04:05+00:00", "host": "h", "device": "cpu", "device_name": "CPU", "threads": 1,
@@ -55,12 +64,14 @@ def make_run(
             "test_perplexity": None if test is None else math.exp(min(test, 700.0)), "test_bpb": test,
             "started": part["started"], "finished": "2026-01-02T04:04:05+00:00", "wall_seconds": 3600.0,
             "peak_memory_bytes": 300 << 20, "checkpoint_bytes": 12 << 20, "median_step_seconds": step_seconds,
-            "data": data,
+            "data": data, **{f"{split}_{key}": value for key, value in told.items() for split in ("final_val", "test")},
         }  # fmt: skip
     if state != "died":
         (folder / "summary.json").write_text(json.dumps(summary))
     if documents is not None:
         np.save(folder / "test_documents.npy", documents)
+    if answers is not None:
+        np.save(folder / "test_answers.npy", answers)
     (folder / "sample.json").write_text(json.dumps({"prompt": [79, 110], "sample": [99, 101]}))
     return folder
 

@@ -21,7 +21,7 @@ BAR = math.log(1.05)
 def test_a_gap_by_hand():
     """Differences 0.02, 0.03, 0.04: mean 0.03, sd 0.01, standard error 0.01/sqrt(3); t(0.95, 2) = 2.919986."""
     baseline = {1: 1.0, 2: 1.1, 3: 1.2}
-    gap = paired_gap({1: 1.02, 2: 1.13, 3: 1.24}, baseline, 1.05)
+    gap = paired_gap({1: 1.02, 2: 1.13, 3: 1.24}, baseline, BAR)
     assert gap.n == 3
     assert gap.mean == pytest.approx(0.03)
     assert gap.high - gap.mean == pytest.approx(2.919986 * 0.01 / math.sqrt(3), rel=1e-5)
@@ -35,7 +35,7 @@ def test_a_gap_by_hand():
 def test_seeds_are_paired_not_averaged():
     """Seeds that differ by far more than the gap leave the interval narrow, because differences are taken first."""
     baseline = {1: 1.0, 2: 5.0, 3: 9.0}
-    gap = paired_gap({1: 1.01, 2: 5.011, 3: 9.009, 4: 77.0}, baseline, 1.05)
+    gap = paired_gap({1: 1.01, 2: 5.011, 3: 9.009, 4: 77.0}, baseline, BAR)
     assert gap.n == 3
     assert gap.high < 0.02
 
@@ -55,13 +55,13 @@ def test_seeds_are_paired_not_averaged():
 )
 def test_verdicts(differences, verdict):
     arm = {seed: 2.0 + d for seed, d in enumerate(differences)}
-    gap = paired_gap(arm, dict.fromkeys(arm, 2.0), 1.05)
-    assert judge({"arm": gap}, 1.05)["arm"].verdict == verdict
+    gap = paired_gap(arm, dict.fromkeys(arm, 2.0), BAR)
+    assert judge({"arm": gap}, BAR)["arm"].verdict == verdict
 
 
 def test_no_common_seed_is_no_pair():
     with pytest.raises(ValueError):
-        paired_gap({1: 1.0}, {2: 1.0}, 1.05)
+        paired_gap({1: 1.0}, {2: 1.0}, BAR)
 
 
 def test_holm_by_hand():
@@ -73,8 +73,8 @@ def test_holm_by_hand():
 
 def test_holm_makes_a_verdict_harder_among_many_arms():
     gap = Gap(5, 0.03, 0.0, 0.06, p_pass=0.03, p_fail=0.97)
-    assert judge({"a": gap}, 1.05)["a"].verdict == "PASS"
-    assert judge({"a": gap, "b": gap, "c": gap}, 1.05)["a"].verdict == "INCONCLUSIVE"
+    assert judge({"a": gap}, BAR)["a"].verdict == "PASS"
+    assert judge({"a": gap, "b": gap, "c": gap}, BAR)["a"].verdict == "INCONCLUSIVE"
 
 
 def simulated_passes(ratio, n, sd=0.01, repeats=100_000):
@@ -84,9 +84,7 @@ def simulated_passes(ratio, n, sd=0.01, repeats=100_000):
     p_pass, _ = t_tests(mean, error, n, BAR)
     assert np.array_equal(p_pass < 0.05, high < BAR)  # the bound and the test are one rule
     one = dict(enumerate(differences[0]))
-    assert (judge({"a": paired_gap(one, dict.fromkeys(one, 0.0), 1.05)}, 1.05)["a"].verdict == "PASS") == (
-        high[0] < BAR
-    )
+    assert (judge({"a": paired_gap(one, dict.fromkeys(one, 0.0), BAR)}, BAR)["a"].verdict == "PASS") == (high[0] < BAR)
     return float((p_pass < 0.05).mean())
 
 
@@ -102,10 +100,10 @@ def test_an_arm_as_good_as_the_baseline_passes_with_five_seeds():
 def test_seeds_needed_decide_four_times_in_five():
     """With the number named, simulated studies decide with probability 0.8; with one seed less, with less."""
     gap = Gap(5, BAR - 0.008, 0.0, 0.0, sd=0.01)
-    n = seeds_needed(gap, 1.05)
+    n = seeds_needed(gap, BAR)
     assert simulated_passes(math.exp(gap.mean), n) == pytest.approx(0.83, abs=0.03)
     assert simulated_passes(math.exp(gap.mean), n - 1) < 0.8
-    assert seeds_needed(Gap(5, BAR, 0.0, 0.0, sd=0.01), 1.05) is None  # never, if the truth is the criterion itself
+    assert seeds_needed(Gap(5, BAR, 0.0, 0.0, sd=0.01), BAR) is None  # never, if the truth is the criterion itself
 
 
 def test_documents_bootstrap_against_the_normal_theory():

@@ -232,7 +232,7 @@ def test_a_table_shows_columns_only_where_there_is_something_to_show(tmp_path):
 
 
 def test_a_chart_puts_high_above_low():
-    lines = chart({"a": {0: 100.0, 10: 1.0}}, width=11, height=3).splitlines()
+    lines = chart({"a": {0: 100.0, 10: 1.0}}, "{:.2f}".format, width=11, height=3).splitlines()
     assert lines[0].endswith("┤o          ")
     assert lines[2].endswith("┤          o")
 

@@ -15,8 +15,8 @@ def test_the_learning_rate_is_chosen_on_validation_over_shared_seeds(tmp_path):
     arm = load_study(tmp_path).settings[0].arms["baseline"]
     assert arm.rate == 2e-3
     assert not arm.at_edge
-    assert arm.losses == {1: 3.0, 2: 3.1}
-    assert arm.rate_losses == {1e-3: 2.2, 2e-3: 2.0, 4e-3: 2.1}
+    assert arm.scores == {1: 3.0, 2: 3.1}
+    assert arm.rate_scores == {1e-3: 2.2, 2e-3: 2.0, 4e-3: 2.1}
 
 
 def test_a_diverged_rate_counts_as_the_worst(tmp_path):
@@ -26,7 +26,7 @@ def test_a_diverged_rate_counts_as_the_worst(tmp_path):
     arm = load_study(tmp_path).settings[0].arms["baseline"]
     assert arm.rate == 1e-3
     assert arm.at_edge
-    assert arm.rate_losses[1.0] == float("inf")
+    assert arm.rate_scores[1.0] == float("inf")
 
 
 def test_a_run_that_failed_for_its_machine_says_nothing_about_its_rate(tmp_path):

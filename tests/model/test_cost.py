@@ -1,9 +1,9 @@
 import pytest
 
-from oelm.arms import ARMS
+from oelm.arms import DRAWN
 from oelm.config import resolve
 from oelm.model import cost
-from oelm.model.gpt import build_gpt
+from oelm.model.build import build_model
 
 
 def test_parameters_of_medium_512_to_the_last_one():
@@ -18,15 +18,15 @@ def test_parameters_of_medium_512_to_the_last_one():
     assert sum(table.values()) == 44_896_768
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", DRAWN)
 def test_frozen_arms_freeze_3145728_parameters_of_medium_512(arm):
     frozen = sum(part.frozen for part in cost.parts(resolve({"model_type": arm})))
     matrices = {"oelm_shared": 2, "oelm_sliced": 0}.get(arm, 12)
-    assert frozen == (matrices * 262_144 if ARMS[arm].settings.get("freeze") == "qk" else 0)
+    assert frozen == (matrices * 262_144 if DRAWN[arm].settings.get("freeze") == "qk" else 0)
 
 
 def test_checkpoints_are_of_the_published_sizes():
-    mib = {arm: cost.checkpoint_bytes(resolve({"model_type": arm}))["checkpoint"] / 2**20 for arm in ARMS}
+    mib = {arm: cost.checkpoint_bytes(resolve({"model_type": arm}))["checkpoint"] / 2**20 for arm in DRAWN}
     assert mib["baseline"] == pytest.approx(513.8, abs=0.05)
     assert mib["oelm_v2"] == pytest.approx(477.8, abs=0.05)
 
@@ -52,7 +52,7 @@ def test_activation_memory_is_what_a_real_forward_pass_keeps():
     import torch
 
     config = resolve({"preset": "tiny", "model_type": "oelm_v2"})
-    model, kept = build_gpt(config), {}
+    model, kept = build_model(config), {}
     weights = {p.data_ptr() for p in model.parameters()}
 
     def keep(tensor):

@@ -6,13 +6,13 @@ import torch
 from oelm.config import resolve
 from oelm.errors import UserError
 from oelm.model import freeze
-from oelm.model.gpt import build_gpt
+from oelm.model.build import build_model
 
 SHAPE = dict(preset="tiny", d_model=48, num_heads=3, num_layers=2, d_ff=96, seq_len=24, vocab_size=101)
 
 
 def gpt(**settings):
-    return build_gpt(resolve({**SHAPE, **settings})).eval()
+    return build_model(resolve({**SHAPE, **settings})).eval()
 
 
 def tokens(seed=0):
@@ -59,7 +59,7 @@ def test_with_any_extra_changing_a_token_leaves_earlier_logits_as_they_were(extr
 @pytest.mark.parametrize("extra", EVERY, ids=str)
 def test_every_parameter_of_an_extra_gets_a_gradient_beside_frozen_frames(extra):
     config = resolve({**SHAPE, **extra, "frames": "orthogonal", "freeze": "qk"})
-    model = build_gpt(config)
+    model = build_model(config)
     frozen = freeze.apply(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -114,7 +114,7 @@ def test_heads_that_freeze_become_their_polar_factor():
         config = resolve(
             {"preset": "tiny", "d_model": 4, "num_heads": 2, "freeze": f"qk:from0.5+{kind}", "max_steps": 10}
         )
-        model = build_gpt(config)
+        model = build_model(config)
         angle = torch.tensor(0.3)
         left = torch.tensor([[angle.cos(), -angle.sin()], [angle.sin(), angle.cos()]])
         right = torch.eye(4)[[2, 0]]

@@ -4,15 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from oelm.arms import ARMS
+from oelm.arms import DRAWN
 from oelm.config import resolve
-from oelm.model.gpt import GeluLinear, build_gpt
+from oelm.model.build import build_model
+from oelm.model.gpt import GeluLinear
 
 SHAPE = dict(preset="tiny", d_model=48, num_heads=3, num_layers=3, d_ff=96, seq_len=24, vocab_size=101)
 
 
 def gpt(**settings):
-    return build_gpt(resolve({**SHAPE, **settings})).eval()
+    return build_model(resolve({**SHAPE, **settings})).eval()
 
 
 def tokens(rows=2, length=24, seed=0):
@@ -70,7 +71,7 @@ def test_changing_a_token_leaves_earlier_logits_bit_equal(arm):
 
 
 def test_arms_of_one_seed_share_all_weights_but_q_and_k():
-    models = {name: dict(gpt(model_type=name).named_parameters()) for name in ARMS}
+    models = {name: dict(gpt(model_type=name).named_parameters()) for name in DRAWN}
     for name, weights in models.items():
         assert weights.keys() <= models["baseline"].keys()
         for key, tensor in models["baseline"].items():

@@ -1,6 +1,7 @@
 """Kill a run at random times, resume it, and compare the bits with an uninterrupted run's.
 
     python -m tests.programmes.kill_resume --kills 40 --terms 20
+    python -m tests.programmes.kill_resume --kills 20 --terms 0 --cases nli
 
 Runs are forked from this process, where torch is already imported, so that a kill falls into training,
 evaluation or saving rather than into the import.
@@ -15,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,22 @@ import torch
 import torch._dynamo  # the optimizer imports it; here, once, before the forks
 
 import oelm.model.cost
+import oelm.train.classify
 import oelm.train.console
 import oelm.train.language
 import oelm.train.loop  # noqa: F401  # imported before the forks
 from oelm.config import RunConfig, resolve
 from oelm.errors import Stopped
 from oelm.files import sha256_file
+from oelm.model.build import build_model
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
 from oelm.train.run import train
 from tests.conftest import make_data
+from tests.small_encoder import make_encoder, make_pairs
 
-ARMS = ("baseline", "oelm_v2", "oelm_shared", "oelm_sliced")
+ARMS = {"gpt": ("baseline", "oelm_v2", "oelm_shared", "oelm_sliced"), "nli": ("baseline", "oelm_v2", "frozen")}
+"""By case: a GPT on text, an encoder on pairs."""
 SETTINGS: dict[str, Any] = dict(
     preset="tiny", max_steps=60, val_interval=4, save_interval=12, threads=1, dropout=0.1, micro_batch=2, device="cpu"
 )
@@ -92,28 +98,42 @@ def interrupt(config: RunConfig, number: int, delay: float) -> str:
     return where
 
 
-def programme(root: Path, kills: int, terms: int, seed: int = 0) -> dict[str, Any]:
+def settings_of(case: str, root: Path) -> dict[str, Any]:
+    if case == "gpt":
+        return {**SETTINGS, "data_path": str(make_data(root / "data"))}
+    encoder = make_encoder(root / "encoder")
+    shape = {key: value for key, value in SETTINGS.items() if key != "preset"}
+    found = {**shape, "arch": str(encoder), "data_path": str(make_pairs(root / "pairs", encoder)), "batch_size": 8,
+             "seq_len": 32, "max_steps": 30}  # fmt: skip
+    build_model(resolve({**found, "labels": 3}))  # imports what the forks would each import again
+    return found
+
+
+def programme(root: Path, kills: int, terms: int, seed: int = 0, cases: Sequence[str] = ("gpt",)) -> dict[str, Any]:
     """Interrupt `kills` runs with SIGKILL and `terms` with SIGTERM; returns what was seen."""
     torch.set_num_threads(1)
     random.seed(seed)
-    data = make_data(root / "data")
+    runs = {}
+    for case in cases:
+        settings = settings_of(case, root)
+        runs |= {f"{case} {arm}": {**settings, "model_type": arm} for arm in ARMS[case]}
     expected, length = {}, {}
-    for arm in ARMS:
-        config = resolve({**SETTINGS, "model_type": arm, "data_path": str(data), "out_dir": str(root / f"whole_{arm}")})
+    for name, settings in runs.items():
+        config = resolve({**settings, "out_dir": str(root / f"whole_{name}")})
         begin = time.monotonic()
         assert exit_code(start(config, resume=False)) == 0
-        length[arm] = time.monotonic() - begin
-        expected[arm] = fingerprint(RunFolder(config.folder))
+        length[name] = time.monotonic() - begin
+        expected[name] = fingerprint(RunFolder(config.folder))
     result: dict[str, Any] = {"equal": 0, "total": 0, "where": collections.Counter()}
     for index in range(kills + terms):
-        arm = ARMS[index % len(ARMS)]
+        name = list(runs)[index % len(runs)]
         number = signal.SIGKILL if index < kills else signal.SIGTERM
-        config = resolve({**SETTINGS, "model_type": arm, "data_path": str(data), "out_dir": str(root / f"cut_{index}")})
-        where = interrupt(config, number, random.uniform(0.02, length[arm]))
+        config = resolve({**runs[name], "out_dir": str(root / f"cut_{index}")})
+        where = interrupt(config, number, random.uniform(0.02, length[name]))
         result["total"] += 1
-        result["equal"] += fingerprint(RunFolder(config.folder)) == expected[arm]
+        result["equal"] += fingerprint(RunFolder(config.folder)) == expected[name]
         result["where"][where] += 1
-        print(f"{index + 1}: {signal.Signals(number).name} {arm}, hit at {where}", flush=True)
+        print(f"{index + 1}: {signal.Signals(number).name} {name}, hit at {where}", flush=True)
     return result
 
 
@@ -122,9 +142,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--terms", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", nargs="+", choices=list(ARMS), default=list(ARMS))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = programme(Path(folder), options.kills, options.terms, options.seed)
+        result = programme(Path(folder), options.kills, options.terms, options.seed, options.cases)
     print(f"{result['equal']}/{result['total']} runs ended in the same bits; hit at: {dict(result['where'])}")
     sys.exit(result["equal"] != result["total"])
 

@@ -5,7 +5,7 @@ import torch
 
 from oelm.config import resolve
 from oelm.model import freeze
-from oelm.model.gpt import build_gpt
+from oelm.model.build import build_model
 from oelm.train.optim import allocate_moments, build_optimizer, learning_rate, optimizer_tensors
 
 
@@ -41,7 +41,7 @@ def test_no_warm_up_and_a_warm_up_longer_than_the_run():
 
 def test_frozen_parameters_are_in_no_group_and_get_no_state():
     config = resolve({"preset": "tiny", "model_type": "oelm_v2"})
-    model = build_gpt(config)
+    model = build_model(config)
     frozen = set(freeze.apply(model, config))
     optimizer = build_optimizer(model, config, torch.device("cpu"))
     x = torch.zeros(2, 8, dtype=torch.long)
@@ -56,7 +56,7 @@ def test_frozen_parameters_are_in_no_group_and_get_no_state():
 def test_moments_that_are_there_before_the_first_step_are_those_that_adamw_makes(device):
     config = resolve({"preset": "tiny"})
     x = torch.zeros(2, 8, dtype=torch.long)
-    models, found = [build_gpt(config) for _ in range(2)], []
+    models, found = [build_model(config) for _ in range(2)], []
     for model, early in zip(models, (True, False), strict=True):
         optimizer = build_optimizer(model, config, torch.device(device))
         if early:
@@ -71,6 +71,6 @@ def test_moments_that_are_there_before_the_first_step_are_those_that_adamw_makes
 
 def test_matrices_decay_and_vectors_do_not():
     config = resolve({"preset": "tiny", "weight_decay": 0.3})
-    optimizer = build_optimizer(build_gpt(config), config, torch.device("cpu"))
+    optimizer = build_optimizer(build_model(config), config, torch.device("cpu"))
     for group in optimizer.param_groups:
         assert {p.ndim > 1 for p in group["params"]} == {group["weight_decay"] == 0.3}

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from oelm.config import resolve
-from oelm.model.gpt import build_gpt
+from oelm.model.build import build_model
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
 from tests.conftest import make_data
@@ -324,7 +324,7 @@ def test_nan_stops_before_the_update_and_keeps_the_last_good_state(tiny, tmp_pat
 
 
 def frames(seed=42):
-    model = build_gpt(resolve({"preset": "tiny", "model_type": "oelm_v2", "seed": seed}))
+    model = build_model(resolve({"preset": "tiny", "model_type": "oelm_v2", "seed": seed}))
     return {n: p.detach() for n, p in model.named_parameters() if n.endswith(("q.weight", "k.weight"))}
 
 

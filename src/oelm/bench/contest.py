@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oelm import __version__
+from oelm import __version__, encoders
 from oelm.arms import ARMS
 from oelm.bench import measure
 from oelm.bench.measure import Interval
@@ -22,7 +23,9 @@ from oelm.errors import UserError, nearest
 from oelm.files import write_atomic
 from oelm.machine import describe, keep_memory, now
 from oelm.model import cost
-from oelm.model.gpt import GPT, build_gpt
+from oelm.model.build import build_model
+from oelm.model.gpt import GPT
+from oelm.train.classify import class_logits
 from oelm.train.distributed import World
 from oelm.train.step import Update
 from oelm.train.task import Batch
@@ -32,8 +35,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "medium-512": dict(preset="medium-512", batch_size=4),
     "pocket": dict(preset="pocket"),
     "bert-base": dict(d_model=768, num_layers=12, num_heads=12, d_ff=3072, seq_len=128, vocab_size=1024, batch_size=8),
+    "encoder": dict(labels=3, seq_len=128, batch_size=16),
 }  # fmt: skip
-"""bert-base: its blocks and width on 8 x 128 tokens, without an output head (the loss is taken of the last layer)."""
+"""bert-base: its blocks and width on 8 x 128 tokens, without an output head (the loss is taken of the last layer).
+encoder: the one that --arch names, with a classifier."""
 HEADLESS = frozenset({"bert-base"})
 
 
@@ -58,6 +63,8 @@ class Entry:
 @dataclass(frozen=True)
 class Contest:
     shape: str
+    name: str
+    """Of the shape, or of the encoder."""
     batch: str
     dropout: float
     threads: int
@@ -74,15 +81,20 @@ def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Pat
     chance = torch.Generator().manual_seed(0)
     windows = torch.randint(0, config.vocab_size, (config.batch_size, config.seq_len + 1), generator=chance)
     tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    batch: Batch = (tokens, targets)
+    loss = _headless_loss if headless else _loss
+    if config.labels:
+        batch = (tokens, torch.ones_like(tokens), torch.zeros_like(tokens), targets[:, 0] % config.labels)
+        loss = _class_loss
     if name in PEERS:
         step = peer(name, config, nanogpt)
         return lambda: step(tokens, targets)
     keep_memory()
-    update = Update(build_gpt(config), config, World(0, 1, torch.device("cpu")), _headless_loss if headless else _loss)
+    update = Update(build_model(config), config, World(0, 1, torch.device("cpu")), loss)
     turn = iter(range(10**9))
 
     def train() -> None:
-        update.gradient(next(turn), [(tokens, targets)])
+        update.gradient(next(turn), [batch])
         update.apply(config.max_lr)
 
     return train
@@ -90,6 +102,10 @@ def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Pat
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(*batch)
+
+
+def _class_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(class_logits(model, batch), batch[-1])
 
 
 def _headless_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -101,6 +117,11 @@ def configure(shape: str, settings: dict[str, Any], arm: str = "baseline") -> Ru
     if shape not in SHAPES:
         raise UserError(f"unknown shape {shape}: {nearest(shape, SHAPES)}")
     return resolve({"dropout": 0.0, **SHAPES[shape], **settings, "model_type": arm})
+
+
+def shape_for(settings: dict[str, Any]) -> str:
+    """What to time if nothing is said of it."""
+    return "encoder" if settings.get("arch", encoders.GPT) != encoders.GPT else "medium-512"
 
 
 def arithmetic(config: RunConfig, shape: str, causal: bool) -> int:
@@ -124,8 +145,8 @@ def contest(
         if name not in ARMS and name not in PEERS:
             raise UserError(f"unknown arm or peer {name}: {nearest(name, [*ARMS, *PEERS])}")
         if name in PEERS:
-            if shape in HEADLESS:
-                raise UserError(f"{shape} has no output head: only arms can be timed on it")
+            if shape in HEADLESS or shape == "encoder":
+                raise UserError(f"peers are language models: on {shape} only arms can be timed")
             check_peer(name, nanogpt)
     configs = {name: configure(shape, settings, name if name in ARMS else "baseline") for name in names}
     products = measure.gemm()
@@ -156,7 +177,10 @@ def contest(
         entries.append(entry)
     machine = {"cpu": describe()["cpu"], "torch": torch.__version__, "oelm": __version__, "on": now()[:10]}
     batch = f"{config.batch_size} x {config.seq_len}"
-    return Contest(shape, batch, config.dropout, torch.get_num_threads(), repeats, peak, entries, machine, command)
+    name = config.arch if config.arch != encoders.GPT else shape
+    return Contest(
+        shape, name, batch, config.dropout, torch.get_num_threads(), repeats, peak, entries, machine, command
+    )
 
 
 HEADINGS = [
@@ -195,7 +219,7 @@ def _significant(value: float, digits: int = 4) -> str:
 
 def caption(found: Contest) -> str:
     return (
-        f"{found.shape}{' without its head' if found.shape in HEADLESS else ''}, {found.batch} tokens a step, dropout "
+        f"{found.name}{' without its head' if found.shape in HEADLESS else ''}, {found.batch} tokens a step, dropout "
         f"{found.dropout:g}, {_count(found.threads, 'thread')}; {_count(found.repeats, 'interleaved repeat')}; GEMM "
         f"peak {found.gemm_peak / 1e9:.1f} GFLOP/s in the same run; speed-up over {found.entries[0].name}"
         + (

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from oelm.config import RunConfig
 from oelm.errors import UserError
 from oelm.machine import keep_memory
-from oelm.model.gpt import build_gpt
+from oelm.model.build import build_model
 from oelm.train.distributed import World, pick_device
 from oelm.train.step import Update
 
@@ -47,7 +47,7 @@ def profile_step(
     """Profile `steps` whole training steps on random tokens; parts in the order in which they first run."""
     keep_memory()
     device = pick_device(config.device)
-    model = build_gpt(config, device)
+    model = build_model(config, device)
     update = Update(model, config, World(0, 1, device), lambda model, batch: model(*batch))
     windows = torch.randint(0, config.vocab_size, (config.batch_size, config.seq_len + 1))
     micro = config.micro_batch or config.batch_size

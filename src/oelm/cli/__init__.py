@@ -27,6 +27,7 @@ and find out honestly what that costs.
   oelm report outputs/pocket --lang zh               the report, in Chinese or English
   oelm inspect --model_type oelm_v2                  parameters, FLOPs, memory, bounds
   oelm generate outputs/RUN --prompt "Once upon"     sample from a run
+  oelm predict outputs/RUN --text "A fine film."     classify with a run
   oelm bench baseline oelm_sliced                    training steps, timed side by side
   oelm profile --preset pocket                       where a step's time goes
 """
@@ -118,6 +119,7 @@ VERBS = {
     "report": lab.report_verb,
     "inspect": model.inspect_verb,
     "generate": model.generate_verb,
+    "predict": model.predict_verb,
     "bench": speed.bench_verb,
     "profile": speed.profile_verb,
     "demo": lab.demo_verb,

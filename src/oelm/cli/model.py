@@ -11,12 +11,14 @@ from oelm.errors import RunFailed, Stopped, UserError
 
 
 def prepare_verb(parser: Parser) -> None:
-    """Turn text into token files: data/NAME/{train,val,test}.bin.
+    """Turn text, or labelled sentences, into token files: data/NAME/{train,val,test}.bin.
 
     oelm prepare python-stdlib
     oelm prepare tinystories                                  (from the Hugging Face hub)
     oelm prepare tinystories --from TinyStories/ --tokenizer gpt2
     oelm prepare mine --from a.txt b.jsonl --tokenizer bpe:1024 --out data/mine-1k
+    oelm prepare xnli --tokenizer bert-base-uncased           (from the hub)
+    oelm prepare nli --train mnli.jsonl --test xnli.tsv --labels entailment,neutral,contradiction --tokenizer ENCODER/
 
     Files whose name has valid, val, dev or test in it are used as those splits; splits without a file
     are drawn from the training documents. No document ends up in two splits.
@@ -26,7 +28,13 @@ def prepare_verb(parser: Parser) -> None:
     formats = "local files or folders: text, WikiText, JSONL, Parquet"
     parser.add_argument("name", metavar="NAME", help=known)
     parser.add_argument("--from", dest="sources", nargs="+", type=Path, default=[], metavar="PATH", help=formats)
-    parser.add_argument("--tokenizer", metavar="gpt2|bpe:N|bytes", help="default gpt2; bpe:1024 for python-stdlib")
+    for split in ("train", "val", "test"):
+        parser.add_argument(f"--{split}", nargs="+", type=Path, default=[], metavar="PATH", help=f"{split} files")
+    tokenizers = "default gpt2; bpe:1024 for python-stdlib; an encoder's folder or name for its own"
+    parser.add_argument("--tokenizer", metavar="gpt2|bpe:N|bytes|ENCODER", help=tokenizers)
+    parser.add_argument("--labelled", action="store_true", help="rows of texts and labels: JSONL, CSV, TSV, Parquet")
+    parser.add_argument("--labels", default="", metavar="A,B,…", help="classes in the order of their numbers")
+    parser.add_argument("--columns", default="", metavar="TEXT[,TEXT],LABEL", help="of labelled rows")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default data/NAME (or $OELM_DATA/NAME)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes; default: one per core")
     parser.add_argument("--held_out", type=float, metavar="SHARE", help=held_out)
@@ -36,9 +44,12 @@ def prepare_verb(parser: Parser) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from oelm.data.prepare import prepare
+    from oelm.data.prepare import Labelling, prepare
     from oelm.data.progress import progress_bar, show_meta
 
+    labels, columns = (tuple(filter(None, text.split(","))) for text in (options.labels, options.columns))
+    labelling = Labelling(labels, columns) if options.labelled or labels or columns else None
+    placed = {split: getattr(options, split) for split in ("train", "val", "test")}
     with progress_bar(quiet=options.json) as progress:
         meta = prepare(
             options.name,
@@ -49,6 +60,8 @@ def _prepare(options: argparse.Namespace) -> None:
             options.force,
             options.held_out,
             progress,
+            labelling,
+            placed,
         )
     if options.json:
         print(json.dumps(meta, indent=2, ensure_ascii=False))
@@ -150,6 +163,47 @@ def _inspect(options: argparse.Namespace) -> None:
     show_cost(config_of(options), as_json=options.json)
 
 
+def predict_verb(parser: Parser) -> None:
+    """Classify with a run: one text or pair, or the rows of a file.
+
+    oelm predict outputs/RUN --premise "A man sleeps." --hypothesis "A man is awake."
+    oelm predict outputs/RUN --text "A fine film."
+    oelm predict outputs/RUN --from pairs.jsonl > answers.jsonl
+    """
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--premise", "--text", dest="first", metavar="TEXT", help="the text, or the first of two")
+    parser.add_argument("--hypothesis", dest="second", metavar="TEXT", help="the second text")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="rows: JSONL, CSV, TSV, Parquet")
+    parser.add_argument("--columns", default="", metavar="TEXT[,TEXT]", help="columns of the file's texts")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--checkpoint", default="last", metavar="last|best|step-…", help="default last")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto")
+    parser.set_defaults(run=_predict)
+
+
+def _predict(options: argparse.Namespace) -> None:
+    if (options.first is None) == (options.source is None) or (options.second and options.first is None):
+        raise UserError("give --premise (and --hypothesis), or --text, or a file with --from")
+    if options.first is not None and not (options.first.strip() and (options.second or "x").strip()):
+        raise UserError("the text is empty")
+    from oelm.predict import Classifier, predict_file
+
+    classifier = Classifier(options.run_dir, options.checkpoint, options.device)
+    if options.source:
+        columns = [name for name in options.columns.split(",") if name]
+        skips = predict_file(classifier, options.source, columns, sys.stdout)
+        if skips.counts:
+            print(f"left out: {skips}", file=sys.stderr)
+        return
+    (answer,) = classifier.answer([[text for text in (options.first, options.second) if text]])
+    if options.json:
+        print(json.dumps(answer.as_json(), ensure_ascii=False))
+        return
+    print(answer.label)
+    for name, share in sorted(answer.shares.items(), key=lambda item: -item[1]):
+        print(f"  {share:6.1%}  {name}")
+
+
 def generate_verb(parser: Parser) -> None:
     """Sample text from a run.
 
@@ -181,11 +235,14 @@ def _generate(options: argparse.Namespace) -> None:
 
     RunFolder(options.run_dir).config()
     from oelm.generate import load_run, stream_text
+    from oelm.model.gpt import GPT
     from oelm.model.sample import sample
 
     model, tokenizer = load_run(
         options.run_dir, options.checkpoint, options.device, lambda line: print(line, file=sys.stderr)
     )
+    if not isinstance(model, GPT):
+        raise UserError(f"{options.run_dir} is a classifier: ask it with oelm predict")
     prompt = [tokenizer.end_of_text, *tokenizer.encode(options.prompt)]
     ids = sample(model, prompt, options.max_tokens, options.temperature, options.top_k, options.top_p, options.seed)
     print(options.prompt, end="", flush=True)

@@ -16,6 +16,7 @@ def bench_verb(parser: Parser) -> None:
 
     oelm bench                                             the arms on medium-512
     oelm bench baseline oelm_sliced --shape bert-base
+    oelm bench baseline frozen oelm_v2 --arch ENCODER/
     oelm bench baseline transformers published --dropout 0.1
     oelm bench baseline nanogpt --nanogpt ../nanoGPT --out results/bench-medium
 
@@ -23,14 +24,16 @@ def bench_verb(parser: Parser) -> None:
     the others are compared with. Memory is the peak over what was resident before the first step.
 
     medium-512 is the published model, pocket the laptop's, each with its output head. bert-base has the blocks and
-    width of BERT-base on 128 tokens and no head: its loss is the mean square of the last layer.
+    width of BERT-base on 128 tokens and no head: its loss is the mean square of the last layer. --arch times an
+    encoder with its classifier.
     """
     names = "arms (see oelm inspect --arms) and peers (transformers, published, nanogpt)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
-    parser.add_argument(
-        "--shape", default="medium-512", metavar="medium-512|pocket|bert-base", help="default medium-512"
-    )
+    shapes = "default medium-512; encoder with --arch"
+    parser.add_argument("--shape", metavar="medium-512|pocket|bert-base|encoder", help=shapes)
+    parser.add_argument("--arch", metavar="ENCODER", help="time an encoder with a classifier: folder, name, bert-base")
     parser.add_argument("--batch_size", type=int, metavar="N", help="windows a step; default: the shape's")
+    parser.add_argument("--seq_len", type=int, metavar="N", help="tokens in a window; default: the shape's")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="default 0")
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="steps of each (default 30)")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores")
@@ -48,21 +51,22 @@ def _bench(options: argparse.Namespace) -> None:
 
     import torch
 
-    from oelm.bench.contest import caption, configure, contest, table, write
+    from oelm.bench.contest import caption, configure, contest, shape_for, table, write
     from oelm.bench.measure import GEMM_SIZES
     from oelm.machine import cores
 
     torch.set_num_threads(options.threads or cores())
-    settings = {"dropout": options.dropout} | ({} if options.batch_size is None else {"batch_size": options.batch_size})
-    configure(options.shape, settings)
+    given = {key: getattr(options, key) for key in ("dropout", "batch_size", "seq_len", "arch")}
+    settings = {key: value for key, value in given.items() if value is not None}
+    shape = options.shape or shape_for(settings)
+    configure(shape, settings)
     if options.out:
         _writable(options.out)
-    command = f"oelm bench {' '.join(names)} --shape {options.shape} --repeats {options.repeats}"
-    given = settings | {"threads": options.threads}
-    command += "".join(f" --{key} {value:g}" for key, value in given.items() if value)
+    command = f"oelm bench {' '.join(names)} --shape {shape} --repeats {options.repeats}"
+    command += "".join(f" --{key} {value}" for key, value in (settings | {"threads": options.threads}).items() if value)
     command += " --nanogpt DIR" if options.nanogpt else ""
     with _ticking((len(names) + len(GEMM_SIZES)) * (options.repeats + 2), quiet=options.json) as tick:
-        found = contest(names, options.shape, settings, options.repeats, options.nanogpt, tick, command)
+        found = contest(names, shape, settings, options.repeats, options.nanogpt, tick, command)
     if options.json:
         print(json.dumps(asdict(found), indent=2))
     else:

@@ -12,18 +12,28 @@ import multiprocessing
 import shutil
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from oelm import encoders
+from oelm.data import labelled
 from oelm.data.sources import CORPORA, Piece, SourceFile, cut, documents, download, find_files, hash_texts
-from oelm.data.tokenizer import TOKENIZER_FILE, Tokenizer, check_spec, load_tokenizer, train_bpe
+from oelm.data.tokenizer import (
+    TOKENIZER_FILE,
+    EncoderTokenizer,
+    Tokenizer,
+    check_spec,
+    encoder_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from oelm.data.tokens import META_FILE, SPLITS, data_root, read_meta
 from oelm.errors import UserError
 from oelm.files import disk_errors, fsync_file, fsync_folder, lock_file, write_atomic, write_json
@@ -31,7 +41,9 @@ from oelm.machine import cores, leave_with_parent
 
 BPE_SAMPLE_BYTES = 48 << 20
 HELD_OUT_BYTES = 4 << 20
-OUR_FILES = {*(f"{split}.bin" for split in SPLITS), META_FILE, TOKENIZER_FILE}
+LABELLED_SHARE = 0.1
+"""Of the training examples, for each split of labelled texts that has no file."""
+OUR_FILES = {*(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "rows.npy")), META_FILE, TOKENIZER_FILE}
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, bytes in all."""
@@ -82,6 +94,14 @@ class PieceResult:
     digest: bytes
 
 
+@dataclass(frozen=True)
+class Labelling:
+    """Files are tables of labelled texts. Empty fields are found out from them."""
+
+    labels: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+
 def prepare(
     name: str,
     given: list[Path],
@@ -91,9 +111,20 @@ def prepare(
     force: bool = False,
     held_out: float | None = None,
     progress: Progress = lambda doing, done, total: None,
+    labelling: Labelling | None = None,
+    placed: Mapping[str, list[Path]] | None = None,
 ) -> dict[str, Any]:
-    """Write the token files of corpus `name` and return their meta data."""
-    spec = tokenizer or (CORPORA[name].tokenizer if name in CORPORA else "gpt2")
+    """Write the token files of corpus `name` and return their meta data.
+
+    The split of a given file is told by its name; that of a placed one is said.
+    """
+    local = [*given, *(path for paths in (placed or {}).values() for path in paths)]
+    known = CORPORA.get(name)
+    if known and known.labels:
+        labelling = labelling or Labelling(known.labels, () if local else known.columns)
+    spec = tokenizer or (known.tokenizer if known else "gpt2")
+    encoder = _encoder_folder(spec)
+    spec = EncoderTokenizer.name if encoder else spec
     check_spec(spec)
     if held_out is not None and not 0 < held_out <= 0.4:
         raise UserError(f"--held_out {held_out:g}: take a share above 0 and up to 0.4")
@@ -103,7 +134,9 @@ def prepare(
         raise UserError(f"--workers {workers}: take 1 to 1024")
     out = (out or data_root() / name).resolve()
     _refuse_to_replace(out, spec, force)
-    files = find_files(name, given)
+    files = find_files(name, given, placed)
+    if not labelling and any(file.format in ("csv", "tsv") for file in files):
+        raise UserError("CSV and TSV files are read as labelled texts: add --labelled, or --labels A,B,…")
     advice = "free some space or choose another place with --out; nothing was changed"
     with disk_errors(f"preparing {name}", advice), ExitStack() as stack:
         if not out.parent.exists():
@@ -116,7 +149,12 @@ def prepare(
         work.mkdir()
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         files = files or download(name, work / "download")
-        meta = _write_tokens(name, files, spec, work, workers or cores(), held_out, progress)
+        if encoder:
+            write_atomic(work / TOKENIZER_FILE, encoder_tokenizer(encoder).serialised)
+        if labelling:
+            meta = _write_labelled(name, files, spec, labelling, work, held_out, progress)
+        else:
+            meta = _write_tokens(name, files, spec, work, workers or cores(), held_out, progress)
         shutil.rmtree(work / "download", ignore_errors=True)
         _put_in_place(work, out)
     return meta
@@ -161,21 +199,84 @@ def _write_tokens(
             )
         fsync_file(work / f"{split}.bin")
     meta = {
+        **_meta(name, encoder, np.dtype(dtype).name, counts, rules, dropped, files, source.hexdigest()),
+        "empty_documents": empty,
+    }
+    write_json(work / META_FILE, meta)
+    return meta
+
+
+def _encoder_folder(spec: str) -> Path | None:
+    """Where an encoder's tokenizer lies, if `spec` names an encoder."""
+    return None if spec in ("gpt2", "bytes") or ":" in spec.removeprefix("package:") else encoders.with_tokenizer(spec)
+
+
+def _write_labelled(
+    name: str, files: list[SourceFile], spec: str, labelling: Labelling, work: Path, held_out: float | None,
+    progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    """Token files of labelled texts (oelm.data.labelled)."""
+    examples, names, skips = labelled.read_examples(files, labelling.columns, labelling.labels)
+    share = held_out or LABELLED_SHARE
+    rules = Rules(drawn={split: share for split in ("test", "val") if split not in examples})
+    rules.given = {split: np.unique(labelled.example_hashes(examples[split])) for split in examples if split != "train"}
+    splits: dict[str, labelled.Examples] = {split: [] for split in SPLITS}
+    dropped = 0
+    for source, part in examples.items():
+        for example, split in zip(part, rules.splits_of(source, labelled.example_hashes(part)), strict=True):
+            if split:
+                splits[split].append(example)
+            else:
+                dropped += 1
+    if spec.startswith("bpe:"):
+        seen = (text for texts, _ in splits["train"] for text in texts)
+        write_atomic(work / TOKENIZER_FILE, train_bpe(seen, int(spec.partition(":")[2])).serialised)
+    encoder = load_tokenizer(spec, work)
+    dtype = np.uint16 if encoder.vocab_size <= 65_536 else np.uint32
+    counts, source_hash, done, total = {}, hashlib.sha256(), 0, sum(map(len, splits.values()))
+    for split, part in splits.items():
+        if not part:
+            raise UserError(f"the {split} split of {name} is empty: give more rows, or a file with --{split} PATH")
+        tokens, rows = labelled.encode(part, encoder, dtype)
+        (work / f"{split}.bin").write_bytes(tokens.tobytes())
+        np.save(work / f"{split}.rows.npy", rows)
+        size = sum(len(text.encode()) for texts, _ in part for text in texts)
+        counts[split] = {"documents": len(part), "tokens": len(tokens), "bytes": size,
+                         "labels": np.bincount(rows[:, 3], minlength=len(names)).tolist()}  # fmt: skip
+        for texts, label in part:
+            source_hash.update(f"{split}\0{label}\0".encode() + "\0".join(texts).encode())
+        for kind in ("bin", "rows.npy"):
+            fsync_file(work / f"{split}.{kind}")
+        done += len(part)
+        progress("tokenising", done, total)
+    meta = {
+        **_meta(name, encoder, np.dtype(dtype).name, counts, rules, dropped, files, source_hash.hexdigest()),
+        "labels": names,
+        "template": asdict(encoder.template()),
+        "left_out": dict(skips.counts),
+        "left_out_shown": str(skips),
+    }
+    write_json(work / META_FILE, meta)
+    return meta
+
+
+def _meta(
+    name: str, encoder: Tokenizer, dtype: str, counts: dict[str, Any], rules: Rules, dropped: int,
+    files: list[SourceFile], source_hash: str,
+) -> dict[str, Any]:  # fmt: skip
+    return {
         "name": name,
         "tokenizer": encoder.name,
         "tokenizer_hash": encoder.hash,
         "vocab_size": encoder.vocab_size,
         "end_of_text": encoder.end_of_text,
-        "dtype": np.dtype(dtype).name,
+        "dtype": dtype,
         "splits": counts,
         "drawn_from_train": rules.drawn,
         "dropped_from_train_or_test": dropped,
-        "empty_documents": empty,
         "files": {split: sorted({f.path.name for f in files if f.split == split})[:20] for split in SPLITS},
-        "source_hash": source.hexdigest(),
+        "source_hash": source_hash,
     }
-    write_json(work / META_FILE, meta)
-    return meta
 
 
 def _shares(sizes: dict[str, int], held_out: float | None) -> dict[str, float]:

@@ -72,3 +72,9 @@ def show_meta(meta: dict[str, Any], out: Path | None) -> None:
         console.print(f"{split} was drawn from the training documents ({share:.1%} of them)")
     if meta["dropped_from_train_or_test"]:
         console.print(f"{meta['dropped_from_train_or_test']:,} documents stood in another split too and were dropped")
+    if "labels" in meta:
+        for i, label in enumerate(meta["labels"]):
+            counts = ", ".join(f"{split} {meta['splits'][split]['labels'][i]:,}" for split in SPLITS)
+            console.print(f"label {i} = {label}: {counts}")
+        if meta["left_out"]:
+            console.print(f"left out: {meta['left_out_shown']}")

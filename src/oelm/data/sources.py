@@ -9,9 +9,10 @@ import json
 import re
 import shlex
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,15 +36,30 @@ class Corpus:
     """The hub's rows are lines of one long text, not documents."""
     tokenizer: str = "gpt2"
     """Default tokenizer."""
+    labels: tuple[str, ...] = ()
+    """Classes, in the order of their numbers, of a set of labelled sentences or pairs."""
+    columns: tuple[str, ...] = ()
+    """The hub's columns of the texts, and the label's."""
 
 
+NLI = ("entailment", "neutral", "contradiction")
 CORPORA: dict[str, Corpus] = {
     "tinystories": Corpus("short synthetic stories", ("roneneldan/TinyStories", None)),
     "openwebtext": Corpus("web pages linked from Reddit", ("Skylion007/openwebtext", None)),
     "wikitext103": Corpus("Wikipedia articles", ("Salesforce/wikitext", "wikitext-103-raw-v1"), lines=True),
     "wikitext2": Corpus("Wikipedia, the small set", ("Salesforce/wikitext", "wikitext-2-raw-v1"), lines=True),
     "python-stdlib": Corpus("the running Python's standard library", tokenizer="bpe:1024"),
-}
+    "xnli": Corpus("natural-language inference, English (trained on MNLI's pairs)", ("facebook/xnli", "en"),
+                   labels=NLI, columns=("premise", "hypothesis", "label")),
+    "mnli": Corpus("natural-language inference", ("nyu-mll/glue", "mnli"), labels=NLI,
+                   columns=("premise", "hypothesis", "label")),
+    "sst2": Corpus("sentiment of film reviews' sentences", ("nyu-mll/glue", "sst2"),
+                   labels=("negative", "positive"), columns=("sentence", "label")),
+    "imdb": Corpus("sentiment of film reviews", ("stanfordnlp/imdb", None),
+                   labels=("negative", "positive"), columns=("text", "label")),
+    "ag_news": Corpus("topics of news", ("fancyzhx/ag_news", None),
+                      labels=("world", "sports", "business", "science"), columns=("text", "label")),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,10 +78,14 @@ class Piece:
     """Bytes; for Parquet, row groups."""
 
 
-def find_files(name: str, given: list[Path]) -> list[SourceFile]:
-    """The files of corpus `name` that are here: the given ones or the standard library; none if it is on the hub."""
-    if given:
-        return _local_files(given)
+def find_files(name: str, given: list[Path], placed: Mapping[str, list[Path]] | None = None) -> list[SourceFile]:
+    """The files of corpus `name` that are here: the given ones or the standard library; none if it is on the hub.
+
+    The split of a given file is told by its name; that of a placed one is said.
+    """
+    sources = {"": given, **(placed or {})}
+    if any(sources.values()):
+        return _local_files(sources)
     if name == "python-stdlib":
         return _stdlib_files()
     if name not in CORPORA:
@@ -190,12 +210,18 @@ def _open_parquet(path: Path):  # type: ignore[no-untyped-def]  # pyarrow is an 
         file = parquet.ParquetFile(path)
     except Exception as error:
         raise UserError(f"{path} is not a readable Parquet file: {error}") from None
-    if "text" not in file.schema_arrow.names:
-        raise UserError(f"{path} has no column text, only: {', '.join(file.schema_arrow.names)}")
     return file
 
 
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    for batch in _open_parquet(path).iter_batches(batch_size=1024):
+        yield from batch.to_pylist()
+
+
 def _parquet_documents(piece: Piece) -> Iterator[str]:
+    names = _open_parquet(piece.file.path).schema_arrow.names
+    if "text" not in names:
+        raise UserError(f"{piece.file.path} has no column text, only: {', '.join(names)}")
     for batch in _open_parquet(piece.file.path).iter_batches(
         batch_size=1024, row_groups=list(range(piece.start, piece.stop)), columns=["text"]
     ):
@@ -205,35 +231,35 @@ def _parquet_documents(piece: Piece) -> Iterator[str]:
 
 _SPLIT_WORDS = {"train": "train", "valid": "val", "validation": "val", "val": "val", "dev": "val", "test": "test"}
 _FORMATS = {".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",
-            ".parquet": "parquet"}  # fmt: skip
+            ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}  # fmt: skip
 _WHOLE_FILES = {".py", ".md", ".rst", ".c", ".h", ".tex"}
 
 
-def _local_files(given: list[Path]) -> list[SourceFile]:
-    paths: list[tuple[Path, Path]] = []
-    """Each file with the part of its path that names its split."""
-    for path in given:
+def _local_files(given: dict[str, list[Path]]) -> list[SourceFile]:
+    paths: list[tuple[Path, Path, str]] = []
+    """Each file with the part of its path that names its split, and the split that was said."""
+    for said, path in ((said, path) for said, some in given.items() for path in some):
         if path.is_dir():
             known = {*_FORMATS, *_WHOLE_FILES}
             inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in known and _is_text(p, path))
             if not inside:
                 raise UserError(f"no text in folder {path}: expected files ending in {' '.join(sorted(known))}")
-            paths += [(file, file.relative_to(path)) for file in inside]
+            paths += [(file, file.relative_to(path), said) for file in inside]
         elif path.is_file():
-            paths.append((path, Path(path.name)))
+            paths.append((path, Path(path.name), said))
         else:
             raise UserError(f"no such file or folder: {path} (--from takes ordinary files and folders)")
     sources, seen = [], set()
-    for path, named in paths:
+    for path, named, said in paths:
         if path.resolve() in seen:
             raise UserError(f"{path} is given twice")
         seen.add(path.resolve())
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty: leave it out or give a file with text")
-        sources.append(SourceFile(path, _split_of(named), _format_of(path)))
+        sources.append(SourceFile(path, said or _split_of(named), format_of(path)))
     if not any(source.split == "train" for source in sources):
-        names = ", ".join(str(named) for _, named in paths[:5])
-        raise UserError(f"no training text: {names} are all named as validation or test files")
+        names = ", ".join(str(named) for _, named, _ in paths[:5])
+        raise UserError(f"no training text: {names} are all validation or test files (--train PATH says otherwise)")
     return sources
 
 
@@ -252,7 +278,7 @@ def _split_of(named: Path) -> str:
     return "train"
 
 
-def _format_of(path: Path) -> str:
+def format_of(path: Path) -> str:
     suffix = path.suffix.lower()
     if suffix in _WHOLE_FILES:
         return "file"
@@ -313,9 +339,18 @@ def download(name: str, cache: Path) -> list[SourceFile]:
                 file.writelines(row["text"] for row in rows)
         else:
             path = cache / f"{split}.parquet"
-            rows.select_columns(["text"]).to_parquet(str(path))
-        files.append(SourceFile(path, _split_of(Path(path.name)), _format_of(path)))
+            _check_classes(name, rows)
+            rows.select_columns(list(corpus.columns) or ["text"]).to_parquet(str(path))
+        files.append(SourceFile(path, _split_of(Path(path.name)), format_of(path)))
     return files
+
+
+def _check_classes(name: str, rows: Any) -> None:
+    """The hub's own names of the classes, where it has them, must be in our order."""
+    corpus = CORPORA[name]
+    theirs = getattr(rows.features.get(corpus.columns[-1]), "names", None) if corpus.columns else None
+    if theirs and corpus.labels and len(theirs) != len(corpus.labels):
+        raise UserError(f"{name} on the hub has the classes {', '.join(theirs)}, not {', '.join(corpus.labels)}")
 
 
 def hash_texts(texts: list[bytes]) -> np.ndarray:
@@ -324,10 +359,12 @@ def hash_texts(texts: list[bytes]) -> np.ndarray:
     return np.frombuffer(digests, dtype="<u8")
 
 
-def prepare_command(dataset: str, tokenizer: str, place: str) -> str:
+def prepare_command(dataset: str, tokenizer: str, place: str, labels: Sequence[str] = ()) -> str:
     """What to type for the data set; a suffix that names the tokenizer is not part of the corpus's name."""
     name = dataset.removesuffix("-" + tokenizer.replace(":", ""))
     words = ["oelm", "prepare", name, *([] if name in CORPORA else ["--from", "PATH"])]
+    if labels and name not in CORPORA:
+        words += ["--labels", ",".join(labels)]
     if tokenizer != "gpt2" or place != f"data/{name}":
         words += ["--tokenizer", tokenizer, "--out", place]
     return shlex.join(words)

@@ -151,7 +151,7 @@ class WindowOrder:
         starts = np.empty_like(index)
         for epoch in np.unique(index // self.per_epoch):
             chosen = index // self.per_epoch == epoch
-            key = _key(self.seed, int(epoch))
+            key = keyed(self.seed, int(epoch))
             offset = key % (self._slack + 1)
             window = permute((index[chosen] % self.per_epoch).astype(np.uint64), self.per_epoch, key)
             starts[chosen] = window.astype(np.int64) * self.seq_len + offset
@@ -190,7 +190,8 @@ def _mix(values: np.ndarray, key: int) -> np.ndarray:
         return z ^ (z >> np.uint64(31))
 
 
-def _key(seed: int, epoch: int) -> int:
+def keyed(seed: int, epoch: int) -> int:
+    """The number that an epoch's order hangs on."""
     return int.from_bytes(hashlib.blake2b(f"order/{seed}/{epoch}".encode(), digest_size=7).digest(), "little")
 
 

@@ -39,6 +39,7 @@ from oelm.arms import ARMS
 from oelm.config import ARM_KEYS, RunConfig, load_toml, resolve
 from oelm.errors import UserError, nearest
 from oelm.files import write_atomic
+from oelm.lab.score import score_of
 from oelm.train.folder import RunFolder
 
 MAX_RUNS = 10_000
@@ -73,13 +74,14 @@ class Choice:
     """By the value of the setting."""
 
     def best(self, given_up: Collection[str] = ()) -> PlannedRun | None:
-        """The candidate with the lowest final validation loss, once all have ended; None before, or if all failed."""
+        """The candidate with the best final validation score, once all have ended; None before, or if all failed."""
         summaries = [run.folder.read_summary() or {} for run in self.candidates]
         for run, summary in zip(self.candidates, summaries, strict=True):
             failed = summary.get("state") == "failed" and summary.get("retry") in (None, "", "never")
             if not (failed or summary.get("state") == "finished" or run.id in given_up):
                 return None
-        losses = [loss if isinstance(loss := s.get("final_val_loss"), float) else math.inf for s in summaries]
+        measure = score_of(self.candidates[0].config)
+        losses = [measure.of(summary, "val") for summary in summaries]
         return self.candidates[losses.index(min(losses))] if min(losses) < math.inf else None
 
 
@@ -88,8 +90,8 @@ class Plan:
     fixed: list[PlannedRun]
     choices: list[Choice] = field(default_factory=list)
     baseline: str = "baseline"
-    criterion: float = 1.05
-    """Largest ratio of perplexities, arm to baseline, that passes."""
+    criterion: float | None = None
+    """None: as usual for the task. Else the largest ratio of perplexities, arm to baseline, that passes."""
     given_up: set[str] = field(default_factory=set)
     """Runs that a queue will not try again."""
     out: Path = Path()
@@ -293,11 +295,11 @@ class _Reader:
         for key in table:
             if key not in ("baseline", "criterion"):
                 self.refuse(f"unknown key {key} in [verdict]: {nearest(key, ('baseline', 'criterion'))}", key)
-        criterion, baseline = table.get("criterion", 1.05), table.get("baseline", "baseline")
+        criterion, baseline = table.get("criterion"), table.get("baseline", "baseline")
         if not isinstance(baseline, str):
             self.refuse(f"baseline {baseline!r} in [verdict] must be the name of an arm", "baseline")
         number = isinstance(criterion, int | float) and not isinstance(criterion, bool)
-        if not number or not LEAST_CRITERION < criterion < MOST_CRITERION:
+        if criterion is not None and not (number and LEAST_CRITERION < criterion < MOST_CRITERION):
             self.refuse(f"criterion {criterion!r} in [verdict] must be a ratio such as 1.05", "criterion")
         return table
 

@@ -21,6 +21,7 @@ from typing import IO, Any
 from oelm.files import is_locked, lock_file
 from oelm.lab.gpus import GpuPool
 from oelm.lab.plan import Plan, PlannedRun
+from oelm.lab.score import score_of
 from oelm.machine import cores, leave_with_parent
 
 POLL_SECONDS = 0.2
@@ -207,7 +208,8 @@ class Queue:
         summary = worker.outcome()
         state, code = summary.get("state"), worker.process.returncode
         if state == "finished":
-            self.say(f"{run.id}: finished, val PPL {summary['final_perplexity']:.3f}")
+            score = score_of(run.folder.config())
+            self.say(f"{run.id}: finished, val {score.label} {score.text(score.of(summary, 'val'))}")
         elif (state == "stopped" or code in ASKED_TO_LEAVE) and not worker.first_to_die():
             self._stopped.add(run.id)
             self.say(f"{run.id}: stopped at step {run.folder.last_step():,}, as asked")

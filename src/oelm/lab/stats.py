@@ -1,7 +1,7 @@
 """Statistics of a comparison: seed-paired gaps, their bounds, the verdict, and how sure the measurement itself is.
 
-The gap of an arm is the mean over seeds of log PPL(arm) - log PPL(baseline), final step, test split,
-shown as a ratio of perplexities. Pairs share initial weights and batches, so most of the noise cancels.
+The gap of an arm is the mean over seeds of its score less the baseline's, final step, test split: a difference of
+log perplexities or of errors (oelm.lab.score). Pairs share initial weights and batches, so most noise cancels.
 `low` and `high` are each a one-sided 95 % bound: the same bounds that decide the verdict.
 """
 
@@ -22,7 +22,7 @@ PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 
 @dataclass(frozen=True)
 class Gap:
-    """An arm against another, in log perplexity."""
+    """An arm against another, as a difference of scores."""
 
     n: int
     mean: float
@@ -40,6 +40,7 @@ class Gap:
 
     @property
     def ratio(self) -> float:
+        """Of a difference of logarithms."""
         return perplexity(self.mean)
 
     @property
@@ -47,8 +48,8 @@ class Gap:
         return perplexity(self.low), perplexity(self.high)
 
 
-def paired_gap(arm: Mapping[int, float], baseline: Mapping[int, float], criterion: float) -> Gap:
-    """Gap from losses by seed (nats per token); seeds that only one side has are left out."""
+def paired_gap(arm: Mapping[int, float], baseline: Mapping[int, float], bar: float) -> Gap:
+    """Gap from scores by seed, tested against `bar`; seeds that only one side has are left out."""
     seeds = sorted(arm.keys() & baseline.keys())
     if not seeds:
         raise ValueError("no seed in common")
@@ -56,7 +57,7 @@ def paired_gap(arm: Mapping[int, float], baseline: Mapping[int, float], criterio
     if len(seeds) == 1:
         return Gap(1, float(differences[0]), -math.inf, math.inf)
     mean, error, low, high = t_bounds(differences)
-    p_pass, p_fail = t_tests(mean, error, len(seeds), math.log(criterion))
+    p_pass, p_fail = t_tests(mean, error, len(seeds), bar)
     sd = float(error) * math.sqrt(len(seeds))
     return Gap(len(seeds), float(mean), float(low), float(high), sd, float(p_pass), float(p_fail))
 
@@ -80,7 +81,7 @@ def t_tests(mean: np.ndarray, error: np.ndarray, n: int, bar: float) -> tuple[np
     return t.cdf(score, n - 1), t.sf(score, n - 1)
 
 
-def judge(gaps: Mapping[str, Gap], criterion: float) -> dict[str, Gap]:
+def judge(gaps: Mapping[str, Gap], bar: float) -> dict[str, Gap]:
     """Give each arm its verdict, with Holm's correction across the arms that have seeds enough to be decided."""
     family = {arm: gap for arm, gap in gaps.items() if gap.n >= MIN_SEEDS}
     passed = holm({arm: gap.p_pass for arm, gap in family.items()})
@@ -89,7 +90,7 @@ def judge(gaps: Mapping[str, Gap], criterion: float) -> dict[str, Gap]:
     for arm, gap in gaps.items():
         verdict = PASS if passed.get(arm) else FAIL if failed.get(arm) else INCONCLUSIVE
         alpha = ALPHA / max(1, len(family))
-        needed = seeds_needed(gap, criterion, alpha) if verdict == INCONCLUSIVE and gap.n > 1 else None
+        needed = seeds_needed(gap, bar, alpha) if verdict == INCONCLUSIVE and gap.n > 1 else None
         judged[arm] = replace(gap, verdict=verdict, seeds_needed=needed)
     return judged
 
@@ -105,11 +106,11 @@ def holm(p_values: Mapping[str, float]) -> dict[str, bool]:
     return rejected
 
 
-def seeds_needed(gap: Gap, criterion: float, alpha: float = ALPHA) -> int | None:
+def seeds_needed(gap: Gap, bar: float, alpha: float = ALPHA) -> int | None:
     """Seeds with which a one-sided t test decides with probability POWER; None beyond MAX_SEEDS."""
     from scipy.stats import nct, t
 
-    distance = abs(gap.mean - math.log(criterion))
+    distance = abs(gap.mean - bar)
     n = np.arange(MIN_SEEDS, MAX_SEEDS + 1)
     if gap.sd == 0:
         return MIN_SEEDS if distance else None
@@ -134,7 +135,43 @@ def document_bootstrap(arm: np.ndarray, baseline: np.ndarray, repeats: int = 1_0
     return float(low), float(high)
 
 
+def answers_bootstrap(arm: np.ndarray, baseline: np.ndarray, repeats: int = 1_000) -> tuple[float, float]:
+    """The same of the error, in points; rows are (label, answer) per example."""
+    wrong = 100.0 * ((arm[:, 0] != arm[:, 1]).astype(float) - (baseline[:, 0] != baseline[:, 1]))
+    drawn = np.random.default_rng(0).integers(0, len(wrong), (repeats, len(wrong)))
+    low, high = np.quantile(wrong[drawn].mean(1), (ALPHA, 1 - ALPHA))
+    return float(low), float(high)
+
+
+def mcnemar(arm: np.ndarray, baseline: np.ndarray) -> tuple[int, int, float]:
+    """Examples that only the arm, and that only the baseline gets right; two-sided exact p that they are as likely."""
+    from scipy.stats import binomtest
+
+    mine, other = (rows[:, 0] == rows[:, 1] for rows in (arm, baseline))
+    only_mine, only_other = int((mine & ~other).sum()), int((~mine & other).sum())
+    n = only_mine + only_other
+    return only_mine, only_other, float(binomtest(only_mine, n).pvalue) if n else 1.0
+
+
+def accuracy_bounds(correct: int, n: int) -> tuple[float, float]:
+    """Wilson's one-sided bounds of a share."""
+    from scipy.stats import binomtest
+
+    found = binomtest(correct, n).proportion_ci(1 - 2 * ALPHA, method="wilson")
+    return float(found.low), float(found.high)
+
+
+def f1_bounds(rows: np.ndarray, classes: int, repeats: int = 1_000) -> tuple[float, float]:
+    """One-sided bounds of the macro-F1 if other examples had been drawn."""
+    from oelm.train.classify import macro_f1
+
+    drawn = np.random.default_rng(0).integers(0, len(rows), (repeats, len(rows)))
+    found = [macro_f1(rows[index, 0], rows[index, 1], classes) for index in drawn]
+    low, high = np.quantile(found, (ALPHA, 1 - ALPHA))
+    return float(low), float(high)
+
+
 def speed_ratio(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Gap:
     """Step times of an arm and its baseline, pair by pair of runs: the log ratio of medians, with bounds."""
     ratios = {i: math.log(np.median(a) / np.median(b)) for i, (a, b) in enumerate(pairs)}
-    return paired_gap(ratios, dict.fromkeys(ratios, 0.0), 1.0)
+    return paired_gap(ratios, dict.fromkeys(ratios, 0.0), 0.0)

@@ -11,6 +11,7 @@ from typing import Any
 from oelm.config import RunConfig
 from oelm.errors import UserError
 from oelm.lab.plan import PlannedRun, left_plans
+from oelm.lab.score import ACCURACY, PERPLEXITY, score_of
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
 
@@ -34,9 +35,11 @@ class RunStatus:
     """Seconds, from the recent step times and the validations so far; running runs only."""
     loss: float | None = None
     val_ppl: float | None = None
+    val_accuracy: float | None = None
     val_step: int | None = None
     gap: float | None = None
-    """Ratio of val PPL to the baseline's of the same data and seed at the same step, less 1."""
+    """Ratio of val PPL to the baseline's of the same data and seed at the same step, less 1; of accuracies, the
+    difference."""
     gpu: str | None = None
     pid: int | None = None
     reason: str = ""
@@ -78,6 +81,8 @@ class RunWatcher:
         alive = self.folder.alive()
         state = "running" if alive else summary.get("state", "died")
         last = self._last_part()
+        score = score_of(config)
+        last_score = score.shown(self.val[max(self.val)]) if self.val else 0.0
         started = self._first_start()
         ended = summary.get("finished") or summary.get("ended") if not alive else None
         device = str(last.get("visible_gpus") or "") if str(last.get("device", "")).startswith("cuda") else ""
@@ -92,7 +97,8 @@ class RunWatcher:
             elapsed=self.worked,
             left=self._left(config) if alive else None,
             loss=self.train.get("loss"),
-            val_ppl=metrics.perplexity(self.val[max(self.val)]) if self.val else None,
+            val_ppl=last_score if self.val and score is PERPLEXITY else None,
+            val_accuracy=last_score / 100 if self.val and score is ACCURACY else None,
             val_step=max(self.val, default=None),
             gpu=device or None,
             pid=self.folder.holder()[0] if alive else None,
@@ -132,7 +138,9 @@ class RunWatcher:
                 self.train = record
                 self.recent = [*self.recent[1 - RECENT :], record["seconds"]]
             elif record["kind"] == "val":
-                self.val[record["step"]] = record["loss"]
+                score = score_of(self.known) if self.known else PERPLEXITY
+                if isinstance(record.get(score.summary), float | int):
+                    self.val[record["step"]] = score.from_record(record[score.summary])
                 self.val_seconds.append(record.get("seconds", 0.0))
 
     def _parts(self) -> list[dict[str, Any]]:
@@ -195,7 +203,7 @@ class LabWatcher:
         for other in same_rate or (pairs if len(pairs) == 1 else []):
             common = watcher.val.keys() & other.val.keys()
             if common:
-                gap = metrics.perplexity(watcher.val[max(common)] - other.val[max(common)]) - 1
+                gap = score_of(mine).change(watcher.val[max(common)] - other.val[max(common)]) / 100
                 return replace(status, gap=gap)
         return status
 

@@ -19,6 +19,7 @@ from oelm.arms import ARMS
 from oelm.config import ARM_KEYS, OPERATIONAL, RunConfig
 from oelm.errors import UserError
 from oelm.lab.plan import LEAST_CRITERION, MOST_CRITERION, Plan, left_plans
+from oelm.lab.score import PERPLEXITY, Score, score_of
 from oelm.lab.status import LabWatcher, RunStatus
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
@@ -59,18 +60,17 @@ class Run:
     def arm(self) -> str:
         return self.config.arm
 
-    @property
-    def val_loss(self) -> float:
-        """Of the final step; infinite for a run that diverged."""
-        return self.summary.get("final_val_loss", math.inf)
+    @cached_property
+    def measure(self) -> Score:
+        return score_of(self.config)
 
     @property
     def has_test(self) -> bool:
         return self.summary.get("test_loss") is not None
 
-    def loss(self, split: str) -> float:
-        """Of the final step."""
-        return self.val_loss if split == "val" else self.summary["test_loss"]
+    def score(self, split: str) -> float:
+        """Of the final step; infinite for a run that diverged."""
+        return self.measure.of(self.summary, split)
 
     @cached_property
     def environment(self) -> list[dict[str, Any]]:
@@ -96,6 +96,12 @@ class Run:
 
     @cached_property
     def curve(self) -> dict[int, float]:
+        """Validation score by step."""
+        key, made = self.measure.summary, self.measure.from_record
+        return {record["step"]: made(record[key]) for record in self.records["val"] if _is_number(record.get(key))}
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
         """Validation loss by step."""
         return {record["step"]: record["loss"] for record in self.records["val"]}
 
@@ -108,6 +114,16 @@ class Run:
         whole = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1] == 2 and rows.dtype.kind == "f"
         return rows if whole and np.isfinite(rows).all() else None
 
+    @cached_property
+    def answers(self) -> np.ndarray | None:
+        """Rows (label, answer) on the test split."""
+        try:
+            rows = np.load(self.folder.answers, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        whole = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1] == 2 and rows.dtype.kind == "i"
+        return rows if whole and ((rows >= 0) & (rows < self.config.labels)).all() else None
+
     def fault(self) -> str:
         """Why a finished run cannot be believed, in words; "" if nothing speaks against it."""
         if not self.finished:
@@ -115,8 +131,10 @@ class Run:
         for key in NUMBERS:
             if not _is_number(self.summary.get(key)):
                 return f"summary.json: {key} is {self.summary.get(key)!r}"
-        if self.has_test and not _is_number(self.summary["test_loss"]):
-            return f"summary.json: test_loss is {self.summary['test_loss']!r}"
+        needed = [f"final_val_{self.measure.summary}", *([f"test_{self.measure.summary}"] if self.has_test else [])]
+        for key in needed:
+            if not _is_number(self.summary.get(key)):
+                return f"summary.json: {key} is {self.summary.get(key)!r}"
         config = self.config
         same = {
             "model_type": config.model_type,
@@ -157,10 +175,10 @@ class Arm:
         return sorted(self.by_rate)
 
     @cached_property
-    def rate_losses(self) -> dict[float, float]:
-        """Final validation loss by learning rate, over the seeds that all rates have."""
+    def rate_scores(self) -> dict[float, float]:
+        """Final validation score by learning rate, over the seeds that all rates have."""
         return {
-            rate: float(np.mean([by_seed[seed].val_loss for seed in self.rate_seeds or by_seed]))
+            rate: float(np.mean([by_seed[seed].score("val") for seed in self.rate_seeds or by_seed]))
             for rate, by_seed in sorted(self.by_rate.items())
         }
 
@@ -170,14 +188,15 @@ class Arm:
 
     @cached_property
     def rate(self) -> float | None:
-        """The learning rate that speaks for the arm: where fewest runs diverge, the lowest final validation loss."""
+        """The learning rate that speaks for the arm: where fewest runs diverge, the best final validation score."""
 
         def badness(rate: float) -> tuple[int, float]:
-            losses = [run.val_loss for seed, run in self.by_rate[rate].items() if seed in (self.rate_seeds or {seed})]
-            kept = [loss for loss in losses if loss < math.inf]
-            return len(losses) - len(kept), float(np.mean(kept)) if kept else math.inf
+            found = self.by_rate[rate].items()
+            scores = [run.score("val") for seed, run in found if seed in (self.rate_seeds or {seed})]
+            kept = [score for score in scores if score < math.inf]
+            return len(scores) - len(kept), float(np.mean(kept)) if kept else math.inf
 
-        best = min(self.rate_losses, key=badness, default=None)
+        best = min(self.rate_scores, key=badness, default=None)
         return best if best is not None and badness(best)[1] < math.inf else None
 
     @property
@@ -214,13 +233,13 @@ class Arm:
         return [run for by_seed in self.by_rate.values() for run in by_seed.values() if run.finished]
 
     @property
-    def losses(self) -> dict[int, float]:
-        return {seed: run.loss(self.split) for seed, run in self.runs.items()}
+    def scores(self) -> dict[int, float]:
+        return {seed: run.score(self.split) for seed, run in self.runs.items()}
 
     @property
-    def perplexity(self) -> float:
-        """Geometric mean over seeds."""
-        return metrics.perplexity(float(np.mean(list(self.losses.values()))))
+    def score(self) -> float:
+        """Mean over seeds (of losses: the perplexity's geometric mean)."""
+        return float(np.mean(list(self.scores.values())))
 
 
 @dataclass
@@ -254,6 +273,7 @@ class Study:
     plans: list[Plan]
     baseline: str
     criterion: float
+    score: Score = PERPLEXITY
 
     @property
     def unfinished(self) -> bool:
@@ -267,10 +287,9 @@ def load_study(root: Path, baseline: str = "", criterion: float | None = None) -
         raise UserError(f"no such folder: {root}")
     plans = left_plans(root)
     baseline = baseline or _agreed("baseline", [plan.baseline for plan in plans], "baseline")
-    if criterion is None:
-        criterion = _agreed("criterion", [plan.criterion for plan in plans], 1.05)
-    elif not LEAST_CRITERION < criterion < MOST_CRITERION:
-        raise UserError(f"--criterion {criterion:g}: take a ratio of perplexities such as 1.05")
+    given = criterion if criterion is not None else _agreed("criterion", [plan.criterion for plan in plans], None)
+    if given is not None and not LEAST_CRITERION < given < MOST_CRITERION:
+        raise UserError(f"--criterion {given:g}: take a ratio of perplexities such as 1.05, or points of accuracy")
     statuses = LabWatcher(root, baseline=baseline).look()
     if not statuses:
         raise UserError(f"no run below {root}: start one with oelm train or oelm run")
@@ -286,7 +305,12 @@ def load_study(root: Path, baseline: str = "", criterion: float | None = None) -
                 damaged[run.id] = fault
             else:
                 runs.append(run)
-    return Study(root, runs, _settings(runs, baseline), statuses, damaged, plans, baseline, criterion)
+    measures = {run.measure for run in runs}
+    if len(measures) > 1:
+        raise UserError(f"below {root} are language models and classifiers: judge their folders apart")
+    score = next(iter(measures), PERPLEXITY)
+    bar = given if given is not None else score.criterion
+    return Study(root, runs, _settings(runs, baseline), statuses, damaged, plans, baseline, bar, score)
 
 
 def _agreed(what: str, values: list[Any], default: Any) -> Any:

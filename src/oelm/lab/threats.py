@@ -1,12 +1,13 @@
 """Threats to validity: what besides the arm could explain a gap. Each names its confound, in two languages."""
 
-import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from oelm import encoders
+from oelm.lab.score import PERPLEXITY
 from oelm.lab.stats import MIN_SEEDS
 from oelm.lab.study import Run, Setting, Study, differences
 from oelm.train.metrics import perplexity
@@ -60,16 +61,18 @@ def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
         yield Threat("no_test", {"setting": name})
     elif edges.get("val") is not None and edges.get("val") == edges.get("test"):
         yield Threat("val_is_test", {"setting": name})
-    if some.summary.get("epochs", 0) > 1:
+    if some.summary.get("epochs", 0) > 1 and some.measure is PERPLEXITY:
         yield Threat("epochs", {"setting": name, "epochs": some.summary["epochs"]})
     for run in baseline.runs.values():
-        if run.val_loss > run.summary.get("best_val_loss", math.inf) + 0.005:
-            facts = {"end": perplexity(run.val_loss), "best": perplexity(run.summary["best_val_loss"])}
+        end, best = run.summary["final_val_loss"], run.summary["best_val_loss"]
+        if end > best + 0.005 and run.measure is PERPLEXITY:
+            facts = {"end": perplexity(end), "best": perplexity(best)}
             yield Threat("overfit", {"setting": name, **facts, "step": run.summary["best_step"]})
             break
-    yield from _scales(setting, study)
+    if not encoders.is_pretrained(some.config.arch):
+        yield from _scales(setting, study)
     per_parameter = some.summary["tokens_seen"] / some.summary["total_parameters"]
-    if per_parameter < 1:
+    if per_parameter < 1 and some.measure is PERPLEXITY:
         yield Threat("short", {"setting": name, "tokens": per_parameter})
     runs = [run for arm in arms.values() for run in arm.runs.values()]
     places = {_place(run) for run in runs}

@@ -5,22 +5,24 @@ the arm's other choices: the baseline, and those whose Q/K start at the arm's ow
 """
 
 import json
-import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from oelm.config import RunConfig
 from oelm.errors import UserError
+from oelm.lab.score import PERPLEXITY, Score
 from oelm.lab.stats import (
     FAIL,
     INCONCLUSIVE,
     PASS,
     Gap,
+    answers_bootstrap,
     document_bootstrap,
     judge,
     paired_gap,
@@ -40,6 +42,10 @@ STEPS = {
     "head_wise": ("oelm", "oelm_v2"),
     "start": ("baseline", "orthogonal"),
     "freezing_alone": ("orthogonal", "oelm_v2"),
+    "pretrained_freeze": ("baseline", "frozen"),
+    "factor": ("frozen", "oelm_v2"),
+    "damage": ("baseline", "damaged_baseline"),
+    "published_xnli": ("damaged_baseline", "oelm_v2"),
 }
 """The ablation: from one arm to another, one thing changes (the first three as published)."""
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
@@ -54,7 +60,7 @@ class Judgement:
     against: str
     """The baseline that is fair."""
     evaluation: tuple[float, float] | None
-    """Bounds of the first pair's plain gap over draws of other test documents, in log perplexity."""
+    """Bounds of the first pair's plain gap over draws of other test documents or examples."""
     speed: Gap
     """Log ratio of median step times, over pairs of runs."""
 
@@ -126,10 +132,11 @@ def _across(verdicts: list[str]) -> str:
 
 def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     arms, baseline = setting.judged, setting.judged[study.baseline]
-    others = [a for a in arms.values() if a is not baseline and a.losses.keys() & baseline.losses.keys()]
+    others = [a for a in arms.values() if a is not baseline and a.scores.keys() & baseline.scores.keys()]
     against = {arm.name: fair_baseline(arm, setting, study.baseline) for arm in others}
-    plain = _judged({a: paired_gap(a.losses, baseline.losses, study.criterion) for a in others}, study.criterion)
-    fair = _judged({a: paired_gap(a.losses, against[a.name].losses, study.criterion) for a in others}, study.criterion)
+    bar = study.score.bar(study.criterion)
+    plain = _judged({a: paired_gap(a.scores, baseline.scores, bar) for a in others}, bar)
+    fair = _judged({a: paired_gap(a.scores, against[a.name].scores, bar) for a in others}, bar)
     judgements = {
         arm.name: Judgement(
             plain[arm.name], fair[arm.name], against[arm.name].name, _evaluation_noise(arm, baseline),
@@ -139,15 +146,15 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     }  # fmt: skip
     steps = {}
     for name, (start, end) in STEPS.items():
-        if start in arms and end in arms and arms[start].losses.keys() & arms[end].losses.keys():
-            steps[name] = paired_gap(arms[end].losses, arms[start].losses, study.criterion)
+        if start in arms and end in arms and arms[start].scores.keys() & arms[end].scores.keys():
+            steps[name] = paired_gap(arms[end].scores, arms[start].scores, bar)
     return SettingVerdict(setting, judgements, steps)
 
 
-def _judged(gaps: dict[Arm, Gap], criterion: float) -> dict[str, Gap]:
+def _judged(gaps: dict[Arm, Gap], bar: float) -> dict[str, Gap]:
     """Verdicts, frozen and trained arms apart; an arm that lost a seed to divergence cannot pass on the others."""
     frozen, trained = ({arm.name: gap for arm, gap in gaps.items() if arm.trained == side} for side in (False, True))
-    judged = {**judge(frozen, criterion), **judge(trained, criterion)}
+    judged = {**judge(frozen, bar), **judge(trained, bar)}
     for arm in gaps:
         if arm.lost and judged[arm.name].verdict == PASS:
             judged[arm.name] = replace(judged[arm.name], verdict=INCONCLUSIVE)
@@ -159,14 +166,14 @@ def fair_baseline(arm: Arm, setting: Setting, baseline: str) -> Arm:
 
     They are compared on the seeds that all of them have; one without a seed in common is left out.
     """
-    seeds = arm.losses.keys() & setting.judged[baseline].losses.keys()
+    seeds = arm.scores.keys() & setting.judged[baseline].scores.keys()
     shared = [setting.judged[baseline]]
     for other in setting.judged.values():
         alike = other.trained and _shares_choices(other.config, arm.config, setting.arms[baseline].config)
-        if alike and other.name not in (arm.name, baseline) and other.losses.keys() & seeds:
+        if alike and other.name not in (arm.name, baseline) and other.scores.keys() & seeds:
             shared.append(other)
-            seeds &= other.losses.keys()
-    return min(shared, key=lambda other: sum(other.runs[seed].val_loss for seed in seeds))
+            seeds &= other.scores.keys()
+    return min(shared, key=lambda other: sum(other.runs[seed].score("val") for seed in seeds))
 
 
 def _shares_choices(trained: RunConfig, arm: RunConfig, baseline: RunConfig) -> bool:
@@ -181,13 +188,23 @@ def _pairs(arm: Arm, baseline: Arm) -> list[tuple[Run, Run]]:
 
 def _evaluation_noise(arm: Arm, baseline: Arm) -> tuple[float, float] | None:
     mine, other = _pairs(arm, baseline)[0]
+    if mine.answers is not None and other.answers is not None and comparable(mine, other):
+        return answers_bootstrap(mine.answers, other.answers)
     if mine.documents is None or other.documents is None or mine.documents.shape != other.documents.shape:
         return None
     return document_bootstrap(mine.documents, other.documents)
 
 
+def comparable(mine: Run, other: Run) -> bool:
+    """Whether both answered the same test examples."""
+    if mine.answers is None or other.answers is None:
+        return False
+    return np.array_equal(mine.answers[:, 0], other.answers[:, 0])
+
+
 def as_json(verdict: Verdict, language: str = "en") -> dict[str, Any]:
     """Everything, as plain values."""
+    score = verdict.study.score
     return {
         "overall": verdict.overall,
         "arms": verdict.arms,
@@ -200,16 +217,18 @@ def as_json(verdict: Verdict, language: str = "en") -> dict[str, Any]:
                 "split": s.setting.split,
                 "arms": {
                     name: {
-                        "perplexity": arm.perplexity,
-                        "val_perplexity": perplexity(statistics.fmean(run.val_loss for run in arm.runs.values())),
+                        score.name: score.shown(arm.score),
+                        f"val_{score.name}": score.shown(
+                            statistics.fmean(run.score("val") for run in arm.runs.values())
+                        ),
                         "max_lr": arm.rate,
                         "best_lr_at_edge": arm.at_edge,
                         "seeds": list(arm.runs),
-                        **({} if name not in s.judgements else _judgement_json(s.judgements[name])),
+                        **({} if name not in s.judgements else _judgement_json(s.judgements[name], score)),
                     }
                     for name, arm in s.setting.judged.items()
                 },
-                "steps": {name: _change_json(gap) for name, gap in s.steps.items()},
+                "steps": {name: _change_json(gap, score) for name, gap in s.steps.items()},
             }
             for s in verdict.settings
         ],
@@ -217,29 +236,32 @@ def as_json(verdict: Verdict, language: str = "en") -> dict[str, Any]:
     }
 
 
-def _judgement_json(judgement: Judgement) -> dict[str, Any]:
+def _judgement_json(judgement: Judgement, score: Score) -> dict[str, Any]:
     noise = judgement.evaluation
     return {
-        "plain": _gap_json(judgement.plain),
-        "fair": {"against": judgement.against, **_gap_json(judgement.fair)},
-        "evaluation_bounds": [math.exp(noise[0]), math.exp(noise[1])] if noise else None,
+        "plain": _gap_json(judgement.plain, score),
+        "fair": {"against": judgement.against, **_gap_json(judgement.fair, score)},
+        "evaluation_bounds": _said(noise, score) if noise else None,
         "step_time_ratio": judgement.speed.ratio,
-        "step_time_bounds": _finite(judgement.speed),
+        "step_time_bounds": list(judgement.speed.bounds) if judgement.speed.n > 1 else None,
     }
 
 
-def _gap_json(gap: Gap) -> dict[str, Any]:
+def _gap_json(gap: Gap, score: Score) -> dict[str, Any]:
     """With one seed there is no spread, and nothing to be tested."""
     tested = ("sd", "p_pass", "p_fail") if gap.n > 1 else ()
-    return {**_change_json(gap), **{k: asdict(gap)[k] for k in (*tested, "verdict", "seeds_needed")}}
+    return {**_change_json(gap, score), **{k: asdict(gap)[k] for k in (*tested, "verdict", "seeds_needed")}}
 
 
-def _change_json(gap: Gap) -> dict[str, Any]:
-    return {"n": gap.n, "ratio": gap.ratio, "bounds": _finite(gap)}
+def _change_json(gap: Gap, score: Score) -> dict[str, Any]:
+    """A ratio of perplexities, or a difference of accuracies in points."""
+    name = "ratio" if score is PERPLEXITY else "points"
+    bounds = _said((gap.low, gap.high), score) if gap.n > 1 else None
+    return {"n": gap.n, name: _said((gap.mean,), score)[0], "bounds": bounds}
 
 
-def _finite(gap: Gap) -> list[float] | None:
-    return list(gap.bounds) if gap.n > 1 else None
+def _said(differences: tuple[float, ...], score: Score) -> list[float]:
+    return sorted(perplexity(d) if score is PERPLEXITY else score.change(d) for d in differences)
 
 
 def show_verdict(study: Study, to_json: bool) -> int:
@@ -270,11 +292,11 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         console.print(f"INTERIM: {ended} runs are finished, others are not\n", style="yellow")
     for s in verdict.settings:
         console.print(s.setting.name, style="bold")
-        console.print(_table(s))
+        console.print(_table(s, study.score))
         console.print()
         for name, gap in s.steps.items():
             start, end = STEPS[name]
-            console.print(f"  {start} → {end}: {show_gap(gap)}")
+            console.print(f"  {start} → {end}: {show_gap(gap, study.score)}")
         console.print()
     if verdict.threats:
         console.print("Threats to validity", style="bold")
@@ -284,40 +306,49 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     console.print(sentence(verdict), style="bold")
 
 
-def _table(s: SettingVerdict) -> Table:
+def _table(s: SettingVerdict, score: Score) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("arm", f"{s.setting.split} PPL", "lr", "n", "plain gap", "fair gap", "verdict"):
+    for heading in ("arm", f"{s.setting.split} {score.label}", "lr", "n", "plain gap", "fair gap", "verdict"):
         table.add_column(heading, no_wrap=True)
     for name, arm in s.setting.judged.items():
-        cells = [name, f"{arm.perplexity:.3f}", f"{arm.rate:g}", str(len(arm.runs))]
+        cells = [name, score.text(arm.score), f"{arm.rate:g}", str(len(arm.runs))]
         judgement = s.judgements.get(name)
         if judgement:
             needed = f"\n(~{judgement.fair.seeds_needed} in all)" if judgement.fair.seeds_needed else ""
-            fair = f"{_two_lines(judgement.fair)}\nvs {judgement.against}"
-            cells += [_two_lines(judgement.plain), fair, judgement.fair.verdict + needed]
+            fair = f"{_two_lines(judgement.fair, score)}\nvs {judgement.against}"
+            cells += [_two_lines(judgement.plain, score), fair, judgement.fair.verdict + needed]
         table.add_row(*cells)
     return table
 
 
-def show_gap(gap: Gap) -> str:
+def show_gap(gap: Gap, score: Score) -> str:
     """+9.8 % [+8.1, +11.5]"""
+    centre = f"{score.change(gap.mean):+.1f} {score.unit}"
     if gap.n == 1:
-        return f"{100 * (gap.ratio - 1):+.1f} % (one seed)"
-    low, high = gap.bounds
-    return f"{100 * (gap.ratio - 1):+.1f} % [{100 * (low - 1):+.1f}, {100 * (high - 1):+.1f}]"
+        return f"{centre} (one seed)"
+    low, high = sorted(score.change(bound) for bound in (gap.low, gap.high))
+    return f"{centre} [{low:+.1f}, {high:+.1f}]"
 
 
-def _two_lines(gap: Gap) -> str:
+def _two_lines(gap: Gap, score: Score) -> str:
     """For a terminal of 80 columns."""
-    return show_gap(gap).replace(" [", "\n[").replace(" (", "\n(")
+    return show_gap(gap, score).replace(" [", "\n[").replace(" (", "\n(")
 
 
 def sentence(verdict: Verdict) -> str:
     """The verdict in one sentence, and where the other frozen arms stand."""
-    bar = f"{verdict.study.criterion:g} x its fair baseline's perplexity"
+    bar, words = _bar(verdict.study)
     if not verdict.arms:
         return "INCONCLUSIVE: there is no frozen arm among these runs."
-    words = {PASS: "at most", FAIL: "above", INCONCLUSIVE: "not yet told from"}
     groups = {kind: [arm for arm, found in verdict.arms.items() if found == kind] for kind in words}
     order = sorted((kind for kind in groups if groups[kind]), key=lambda kind: kind != verdict.overall)
     return "\n".join(f"{kind}: {words[kind]} {bar}: {', '.join(groups[kind])}." for kind in order)
+
+
+def _bar(study: Study) -> tuple[str, dict[str, str]]:
+    """What is to be reached, and how an arm stands to it."""
+    if study.score is PERPLEXITY:
+        bar = f"{study.criterion:g} x its fair baseline's perplexity"
+        return bar, {PASS: "at most", FAIL: "above", INCONCLUSIVE: "not yet told from"}
+    bar = f"{study.criterion:g} point{'' if study.criterion == 1 else 's'} of accuracy below its fair baseline"
+    return bar, {PASS: "less than", FAIL: "more than", INCONCLUSIVE: "not yet told from"}

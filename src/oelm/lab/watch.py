@@ -21,6 +21,7 @@ from rich.table import Table
 
 from oelm.errors import UserError
 from oelm.lab.queue import running_queues
+from oelm.lab.score import PERPLEXITY, score_of
 from oelm.lab.status import LabWatcher, RunStatus, find_runs, watch_folder
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
@@ -77,13 +78,14 @@ COLUMNS: dict[str, Callable[[RunStatus], str]] = {
     "left": lambda s: _span(s.left),
     "loss": lambda s: _number(s.loss, 3),
     "val PPL": lambda s: _number(s.val_ppl, 2),
+    "val acc": lambda s: f"{s.val_accuracy:.2%}" if s.val_accuracy is not None else "",
     "gap": lambda s: f"{s.gap:+.1%}" if s.gap is not None else "",
     "GPU": lambda s: s.gpu or "",
     "PID": lambda s: str(s.pid or ""),
     "why": lambda s: s.reason if s.state != "stopped" else "",
 }
 LONGEST_NAME = 60
-OPTIONAL = ("gap", "GPU", "PID", "why", "left", "finished")
+OPTIONAL = ("val acc", "gap", "GPU", "PID", "why", "left", "finished")
 """Shown when a run has one."""
 LESSER = ("PID", "started", "elapsed", "finished", "%", "arm", "GPU", "loss", "left", "step")
 """Left out, in this order, where the terminal is too narrow."""
@@ -93,6 +95,8 @@ def status_table(found: list[RunStatus], width: int = 200) -> Table:
     """The published progress table, as wide as it may be."""
     cells = {heading: [cell(status) for status in found] for heading, cell in COLUMNS.items()}
     shown = [heading for heading in COLUMNS if heading not in OPTIONAL or any(cells[heading])]
+    if "val acc" in shown and not any(cells["val PPL"]):
+        shown.remove("val PPL")
     widths = {heading: max(len(heading), *map(len, cells[heading])) for heading in shown if heading != "why"}
     for heading in LESSER:
         if sum(widths.values()) + 2 * len(widths) + (16 if "why" in shown else 0) <= width:
@@ -221,16 +225,18 @@ def compare_runs(runs: list[Path]) -> None:
     """A table of validation losses at common steps, and the curves as a chart of characters."""
     console = make_console()
     curves: dict[str, dict[int, float]] = {}
+    """Scores by step."""
     alone = {run: sum(other.resolve().name == run.resolve().name for other in runs) == 1 for run in runs}
     shapes = set()
     for run in runs:
         config = RunFolder(run).config()
-        shapes.add((config.dataset, config.vocab_size, config.d_model, config.num_layers, config.seq_len))
+        score = score_of(config)
+        shapes.add((score, config.dataset, config.vocab_size, config.d_model, config.num_layers, config.seq_len))
         name = run.resolve().name if alone[run] else str(run)
         curves[name] = {
-            r["step"]: metrics.perplexity(r["loss"])
+            r["step"]: score.from_record(r[score.summary])
             for r in metrics.read(RunFolder(run).metrics, "val")
-            if isinstance(r.get("loss"), float) and math.isfinite(r["loss"])
+            if isinstance(r.get(score.summary), float) and math.isfinite(r[score.summary])
         }
         if not curves[name]:
             raise UserError(f"{run} has no validation yet: there is nothing to compare")
@@ -241,31 +247,32 @@ def compare_runs(runs: list[Path]) -> None:
     table = Table("step", box=None, header_style="bold", pad_edge=False)
     names = list(curves)
     for name in names:
-        table.add_column(f"{name} PPL", justify="right")
+        table.add_column(f"{name} {score.label}", justify="right")
     for name in names[1:]:
         table.add_column(f"{name} vs {names[0]}", justify="right")
     for step in shown:
-        gaps = (f"{curves[name][step] / curves[names[0]][step] - 1:+.1%}" for name in names[1:])
-        table.add_row(f"{step:,}", *(f"{curves[name][step]:.3f}" for name in names), *gaps)
+        changes = (score.change(curves[name][step] - curves[names[0]][step]) for name in names[1:])
+        gaps = (f"{change:+.1f}{'%' if score is PERPLEXITY else ' points'}" for change in changes)
+        table.add_row(f"{step:,}", *(score.text(curves[name][step]) for name in names), *gaps)
     console.print(table)
-    console.print(chart(curves, min(72, console.width - 14)))
+    console.print(chart(curves, score.text, min(72, console.width - 14)))
     if len(shapes) > 1:
-        console.print("The runs differ in data or model shape: their perplexities cannot be set against each other.")
+        console.print("The runs differ in data, task or model shape: their scores cannot be set against each other.")
 
 
-def chart(curves: dict[str, dict[int, float]], width: int = 72, height: int = 16) -> str:
-    """Curves of perplexity (logarithmic) over steps."""
+def chart(curves: dict[str, dict[int, float]], shown: Callable[[float], str], width: int = 72, height: int = 16) -> str:
+    """Curves of scores over steps: losses, so that perplexity's axis is logarithmic, or errors."""
     marks = "ox+*#@%&"
-    points = [(step, math.log(ppl)) for curve in curves.values() for step, ppl in curve.items()]
+    points = [(step, value) for curve in curves.values() for step, value in curve.items()]
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)
     grid = [[" "] * width for _ in range(height)]
     for mark, curve in zip(marks * len(curves), curves.values(), strict=False):
-        for step, ppl in curve.items():
+        for step, value in curve.items():
             column = round((step - left) / max(1, right - left) * (width - 1))
-            row = round((high - math.log(ppl)) / max(1e-9, high - low) * (height - 1))
+            row = round((high - value) / max(1e-9, high - low) * (height - 1))
             grid[row][column] = mark
-    labels = [f"{math.exp(high):10.2f}", *[" " * 10] * (height - 2), f"{math.exp(low):10.2f}"]
+    labels = [f"{shown(high):>10}", *[" " * 10] * (height - 2), f"{shown(low):>10}"]
     lines = [f"{label} ┤{''.join(row)}" for label, row in zip(labels, grid, strict=True)]
     lines.append(" " * 11 + "└" + "─" * width)
     lines.append(" " * 12 + f"{left:,}".ljust(width - 10) + f"{right:,}".rjust(10))

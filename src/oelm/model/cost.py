@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
+from oelm import encoders, policy
+from oelm.arms import ARMS
 from oelm.config import ARM_KEYS, RunConfig
 from oelm.model import freeze
-from oelm.model.gpt import GPT
+from oelm.model.build import empty_model, skeleton
 
 FLOAT_BYTES = 4
 
@@ -65,8 +66,8 @@ def flops(config: RunConfig, causal: bool = False) -> Flops:
     d, layers = config.d_model, config.num_layers
     qk = (config.sliced_from if config.frames == "sliced" else layers) * 2 * d * d
     extras = layers * d * (config.d_head * config.core + config.key_conv + 4 * config.lora)
-    other = layers * (2 * d * d + 2 * d * config.d_ff) + d * config.vocab_size
-    attention = layers * 2 * d * config.seq_len // (2 if causal else 1)
+    other = layers * (2 * d * d + 2 * d * config.d_ff) + (0 if config.labels else d * config.vocab_size)
+    attention = layers * 2 * d * config.seq_len // (2 if causal and config.arch == encoders.GPT else 1)
     forward = 2 * (qk + other + extras + attention)
     return Flops(forward, 2 * forward - 2 * _weights_at_rest(config), 2 * qk)
 
@@ -77,7 +78,9 @@ def _weights_at_rest(config: RunConfig) -> int:
     if not policy.clauses:
         return 0
     sizes = {
-        name: p.numel() for name, p in skeleton(config).named_parameters() if p.ndim == 2 and name != "positions.weight"
+        name: p.numel()
+        for name, p in skeleton(config).named_parameters()
+        if p.ndim == 2 and not ("position" in name or "embeddings" in name)
     }
     window = math.lcm(*(clause.when.period for clause in policy.clauses))
     total, bounds = 0.0, [*policy.phases(), config.max_steps]
@@ -96,6 +99,7 @@ def speed_bound(config: RunConfig) -> float:
 def _all_trained(config: RunConfig) -> RunConfig:
     """The baseline of the same size."""
     plain = {key: RunConfig.model_fields[key].default for key in ARM_KEYS}
+    plain |= ARMS["baseline"].settings_for(encoders.is_pretrained(config.arch)) or {}
     return config.replace(**plain, model_type="baseline")
 
 
@@ -129,7 +133,7 @@ def activation_bytes(config: RunConfig) -> int:
 
     windows = config.micro_batch or config.batch_size
     with FakeTensorMode():
-        model = GPT(config)
+        model = empty_model(config)
         freeze.apply(model, config)
         weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         saved: dict[int, int] = {}
@@ -142,8 +146,12 @@ def activation_bytes(config: RunConfig) -> int:
 
         tokens = torch.zeros(windows, config.seq_len, dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            hidden = model.hidden(tokens)
-        made = [hidden, *(weight for weight in (model.tokens.weight,) if weight.requires_grad)]
+            if config.labels:
+                model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+                made: list[torch.Tensor] = []
+            else:
+                hidden = model.hidden(tokens)  # type: ignore[operator]
+                made = [hidden, *(weight for weight in (model.tokens.weight,) if weight.requires_grad)]  # type: ignore
     return sum(saved.values()) + sum(tensor.nbytes for tensor in made)
 
 
@@ -178,7 +186,7 @@ def report(config: RunConfig) -> dict[str, Any]:
 def phases(config: RunConfig) -> list[dict[str, Any]]:
     """What is frozen from which update on; of Q/K, what is not there at all counts as frozen."""
     names = {name: p.numel() for name, p in skeleton(config).named_parameters()}
-    qk = {name: size for name, size in names.items() if name.endswith(("attention.q.weight", "attention.k.weight"))}
+    qk = {name: size for name, size in names.items() if policy.matches("qk", name)}
     rows = []
     for step in config.policy.phases():
         frozen = config.policy.frozen(names, step)
@@ -191,16 +199,24 @@ def phases(config: RunConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def skeleton(config: RunConfig) -> nn.Module:
-    """The model's parameters as shapes only."""
-    with torch.device("meta"):
-        return GPT(config)
-
-
 def _part_of(name: str) -> str:
     pieces = name.split(".")
+    if pieces[0] not in ("tokens", "positions", "blocks", "final_norm"):
+        return _encoder_part(name)
     if pieces[0] in ("tokens", "positions"):
         return f"{pieces[0][:-1]} embedding"
     if "norm" in name:
         return "norms"
     return f"{pieces[2]} {pieces[3]}" if pieces[2] == "attention" else "ffn"
+
+
+def _encoder_part(name: str) -> str:
+    """Of a parameter of an encoder, or of the classifier on a GPT."""
+    if "embeddings" in name:
+        return "embeddings"
+    if "norm" in name.lower():
+        return "norms"
+    for part in ("q", "k", "v", "o"):
+        if policy.matches(part, name):
+            return f"attention {part}"
+    return "ffn" if policy.layer_of(name) is not None else "pooler and classifier"

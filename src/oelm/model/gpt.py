@@ -141,12 +141,3 @@ class GPT(nn.Module):
             else:
                 _, layer, _, role, _ = name.split(".")
                 parameter.copy_(draw_frame(config.frames, config.num_heads, config.d_model, int(layer), role, seed))
-
-
-def build_gpt(config: RunConfig, device: torch.device | str = "cpu") -> GPT:
-    """A GPT with its initial weights. Built without torch's own initialisation, which would be overwritten."""
-    with torch.device("meta"):
-        model = GPT(config)
-    model = model.to_empty(device="cpu")
-    model.initialise(config.seed)
-    return model.to(device)

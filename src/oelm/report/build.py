@@ -34,7 +34,8 @@ def write_report(
         if name not in FORMATS:
             raise UserError(f"--format {name}: take some of {', '.join(FORMATS)}, joined by commas")
     verdict = reach_verdict(load_study(root, baseline, criterion))
-    document = compose(verdict, Words(language), published_figures() if published else None)
+    w = Words(language, verdict.study.score.name)
+    document = compose(verdict, w, published_figures() if published else None)
     place = out or root
     reports = {place / f"report-{language}.{name}": name for name in FORMATS if name in formats}
     content: dict[Path, str | bytes] = {}
@@ -79,7 +80,7 @@ def _numbers(verdict: Verdict, document: Document) -> str:
             "state": run.status.state,
             "config": run.config.model_dump(exclude={"out_dir", "data_path"}),
             "summary": {key: value for key, value in run.summary.items() if key != "data"},
-            "val_loss": list(run.curve.items()),
+            "val_loss": list(run.losses.items()),
         }
         for run in verdict.study.runs
     ]
@@ -96,7 +97,8 @@ def published_figures() -> dict[str, dict[str, object]]:
 
 def append_status(root: Path, language: str) -> Path:
     """Add a dated entry on where every run is to the folder's log; returns the log."""
-    study, w = load_study(root), Words(language)
+    study = load_study(root)
+    w = Words(language, study.score.name)
     log = root / "status-log.md"
     lines = [f"- {markdown.plain(_status_line(status, w))}" for status in study.statuses]
     entry = f"## {w('log_entry', date=f'{datetime.now():%Y-%m-%d %H:%M}')}\n\n" + "\n".join(lines) + "\n"
@@ -109,6 +111,7 @@ def _status_line(s: RunStatus, w: Words) -> str:
     times = w("log_started", when=when(s.started)) if s.started else ""
     times += w("log_finished", when=when(s.finished)) if s.finished else ""
     ppl = w("log_ppl", ppl=s.val_ppl) if s.val_ppl is not None else ""
+    ppl += w("log_accuracy", accuracy=s.val_accuracy) if s.val_accuracy is not None else ""
     gap = w("log_gap", gap=100 * s.gap) if s.gap is not None else ""
     return w("log_line", run=s.id, arm=s.arm or "–", state=w(f"state_{s.state}"), step=s.step, steps=s.max_steps,
              times=times, ppl=ppl, gap=gap)  # fmt: skip

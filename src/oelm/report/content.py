@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from oelm import __version__
+from oelm import __version__, encoders
 from oelm.data.sources import prepare_command
+from oelm.lab.score import ACCURACY, HIGHEST, PERPLEXITY, Score
 from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap
+from oelm.lab.status import RunStatus
 from oelm.lab.study import Arm, Run
 from oelm.lab.verdict import STEPS, SettingVerdict, Verdict, deciding
-from oelm.report import figures
+from oelm.report import answers, figures
 from oelm.report.blocks import Block, Code, Document, Figure, Heading, Items, Notice, Table, Text
 from oelm.report.pages import run_pages, when
 from oelm.report.words import Words
-from oelm.train.metrics import perplexity
 
 REFERENCES = [
     "S. Holm (1979). A simple sequentially rejective multiple test procedure. Scand. J. Statistics 6, 65–70.",
@@ -31,8 +32,6 @@ REFERENCES = [
     "R. Eldan, Y. Li (2023). TinyStories: how small can language models be and still speak coherent English? "
     "arXiv:2305.07759.",
 ]
-HIGHEST = 50.0
-"""Losses above it are drawn there: no axis reaches further."""
 SHARES = (0.1, 0.3, 0.6, 1.0)
 
 
@@ -67,7 +66,7 @@ def compose(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, Any
 
 
 def _verdict(verdict: Verdict, w: Words) -> Iterator[Block]:
-    study, bar = verdict.study, f"{100 * (verdict.study.criterion - 1):g} %"
+    study, bar = verdict.study, verdict.study.score.limit(verdict.study.criterion)
     yield Heading(w("verdict"))
     if study.unfinished:
         ended = sum(s.state in ("finished", "failed") for s in study.statuses)
@@ -87,7 +86,7 @@ def _verdict(verdict: Verdict, w: Words) -> Iterator[Block]:
         for s in verdict.settings
         for name, judgement in s.judgements.items()
     ]
-    picture = figures.gaps(rows, study.criterion, w("gap_axis"), w("limit", bar=bar))
+    picture = figures.gaps(rows, study.score, study.criterion, w("gap_axis"), w("limit", bar=bar))
     yield Figure(picture, w("gap_figure", split=split))
     yield Text(w("how", split=split))
 
@@ -102,8 +101,9 @@ def _standings(s: SettingVerdict, verdict: Verdict, w: Words, several: bool) -> 
             yield w("standing_none", arm=shown, why=w("diverged" if arm.diverged else "not_finished"))
             continue
         needed = w("standing_seeds", n=judgement.fair.seeds_needed) if judgement.fair.seeds_needed else ""
-        yield w("standing", arm=shown, gap=show_gap(judgement.fair, w, " %"), against=judgement.against,
-                verdict=w(judgement.fair.verdict), needed=needed)  # fmt: skip
+        gap = show_gap(judgement.fair, verdict.study.score, w, f" {w('unit')}")
+        yield w("standing", arm=shown, gap=gap, against=judgement.against, verdict=w(judgement.fair.verdict),
+                needed=needed)  # fmt: skip
 
 
 def _listed(names: list[str], w: Words) -> str:
@@ -115,8 +115,8 @@ def _status(verdict: Verdict, w: Words) -> Iterator[Block]:
     rows = [
         [
             s.id, s.arm, w(f"state_{s.state}") + (f": {s.reason}" if s.reason else ""), f"{s.step:,} / {s.max_steps:,}",
-            when(s.started), when(s.finished), _ppl(s.val_ppl),
-            f"{100 * s.gap:+.1f} %" if s.gap is not None else "",
+            when(s.started), when(s.finished), _val(s),
+            f"{100 * s.gap:+.1f} {w('unit')}" if s.gap is not None else "",
         ]
         for s in verdict.study.statuses
     ]  # fmt: skip
@@ -126,19 +126,23 @@ def _status(verdict: Verdict, w: Words) -> Iterator[Block]:
 def _setting(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
     some = next(iter(s.setting.judged[verdict.study.baseline].runs.values()))
     config, tokens = some.config, some.data.get("tokens", {})
-    yield Text(w("model_text", layers=config.num_layers, d_model=config.d_model, heads=config.num_heads,
+    key = "model_text" if config.arch == encoders.GPT else "encoder_text"
+    yield Text(w(key, layers=config.num_layers, d_model=config.d_model, heads=config.num_heads, arch=config.arch,
                  d_ff=config.d_ff, seq_len=config.seq_len, vocab=config.vocab_size, dropout=config.dropout,
                  parameters=some.summary["total_parameters"]))  # fmt: skip
+    tokens = some.data.get("examples", tokens) if config.labels else tokens
     yield Text(w("data_text", dataset=config.dataset, tokenizer=some.data.get("tokenizer", "?"),
                  **{split: tokens.get(split, 0) for split in ("train", "val", "test")},
                  tokens=some.summary["tokens_seen"], steps=config.max_steps, per_step=config.tokens_per_step,
+                 batch=config.windows_per_step, labels=", ".join(map(str, some.data.get("labels", []))),
                  epochs=some.summary["epochs"]))  # fmt: skip
     yield Text(w("optim_text", beta1=config.beta1, beta2=config.beta2, decay=config.weight_decay,
                  clip=config.grad_clip, schedule=config.schedule, warmup=config.warmup_steps))  # fmt: skip
     rows = []
     for name, arm in s.setting.judged.items():
         rows.append(
-            [name, w(f"frames_{arm.config.frames}"), f"{arm.config.qk_scale:.3g}", w("no" if arm.trained else "yes"),
+            [name, w(f"frames_{arm.config.frames}"), f"{arm.config.qk_scale:.3g}" if arm.config.qk_scale else "–",
+             w("no" if arm.trained else "yes"),
              ", ".join(f"{rate:g}" for rate in arm.rates), ", ".join(map(str, arm.runs))]
         )  # fmt: skip
     yield Table([w(k) for k in ("arm", "qk_start", "qk_std", "frozen", "grid", "seeds")], rows)
@@ -147,27 +151,28 @@ def _setting(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
 
 
 def _results(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
-    split = w(s.setting.split)
+    split, score = w(s.setting.split), verdict.study.score
     rows = []
     for name, arm in s.setting.judged.items():
         runs = list(arm.runs.values())
-        bits = [run.summary["test_bpb"] for run in runs if run.summary.get("test_bpb") is not None]
+        second = "test_bpb" if score is PERPLEXITY else "test_f1" if s.setting.split == "test" else "final_val_f1"
+        bits = [run.summary[second] for run in runs if run.summary.get(second) is not None]
         rate = f"{arm.rate:g}" + (f" ({w('edge')})" if arm.at_edge else "")
-        seeds = _listed([f"{seed}: {_ppl(perplexity(loss))}" for seed, loss in arm.losses.items()], w)
+        seeds = _listed([f"{seed}: {score.text(found)}" for seed, found in arm.scores.items()], w)
         judgement = s.judgements.get(name)
-        other = s.setting.judged[judgement.against].losses if judgement else {}
-        gaps = [f"{seed}: {_percent(loss - other[seed])}" for seed, loss in arm.losses.items() if seed in other]
+        other = s.setting.judged[judgement.against].scores if judgement else {}
+        gaps = [f"{seed}: {_said(own - other[seed], score)}" for seed, own in arm.scores.items() if seed in other]
         shown = f"{statistics.fmean(bits):.3f}" if bits else "–"
-        rows.append([name, rate, _ppl(arm.perplexity), seeds, shown, _listed(gaps, w)])
+        rows.append([name, rate, score.text(arm.score), seeds, shown, _listed(gaps, w)])
     headings = [w("arm"), w("rate"), w("test_ppl", split=split), w("per_seed"), w("bpb"), w("fair_per_seed")]
     yield Table(headings, rows)
     rows = []
     for name, judgement in s.judgements.items():
         noise = judgement.evaluation
         rows.append([
-            name, show_gap(judgement.plain, w), show_gap(judgement.fair, w), judgement.against,
+            name, show_gap(judgement.plain, score, w), show_gap(judgement.fair, score, w), judgement.against,
             w(judgement.fair.verdict), str(judgement.fair.seeds_needed or "–"),
-            f"[{_percent(noise[0])}, {_percent(noise[1])}]" if noise else "–",
+            _bounds(*noise, score).strip() if noise else "–",
         ])  # fmt: skip
     keys = ("arm", "plain", "fair", "against", "judged", "needed", "noise")
     yield Table([w(key) for key in keys], rows)
@@ -175,54 +180,62 @@ def _results(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
     seed, first = next(iter(baseline.runs.items()))
     documents = w("documents", seed=seed, n=len(first.documents)) if first.documents is not None else ""
     yield Text(w("results_note") + documents)
+    if score is ACCURACY:
+        yield from answers.sections(s, verdict, w)
 
 
-def show_gap(gap: Gap, w: Words, unit: str = "") -> str:
-    bounds = f" [{_percent(gap.low)}, {_percent(gap.high)}]" if gap.n > 1 else w("one_seed")
-    return _percent(gap.mean) + unit + bounds
+def show_gap(gap: Gap, score: Score, w: Words, unit: str = "") -> str:
+    return _said(gap.mean, score) + unit + (_bounds(gap.low, gap.high, score) if gap.n > 1 else w("one_seed"))
 
 
-def _percent(difference: float) -> str:
-    """A difference of log perplexities as a change in per cent, with a real minus."""
-    return f"{100 * math.expm1(min(difference, 700.0)):+.1f}".replace("-", "−")
+def _bounds(low: float, high: float, score: Score) -> str:
+    first, second = sorted((low, high), key=score.change)
+    return f" [{_said(first, score)}, {_said(second, score)}]"
+
+
+def _said(difference: float, score: Score) -> str:
+    """A difference of scores as people say it, with a real minus."""
+    return f"{score.change(difference):+.1f}".replace("-", "−")
 
 
 def _convergence(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
-    shades = figures.colours(s.setting)
+    shades, score = figures.colours(s.setting), verdict.study.score
     axes: dict[str, Callable[[Run, int], float]] = {
         "steps": lambda run, step: step,
         "tokens": lambda run, step: step * run.config.tokens_per_step / 1e6,
         "time": lambda run, step: float(run.step_seconds[:step].sum()) / 60,
     }
     for name, position in axes.items():
-        found = {arm.name: _band(arm, position) for arm in s.setting.judged.values()}
-        picture = figures.curves(found, shades, w(f"axis_{name}"), w("axis_ppl"))
+        found = {arm.name: _band(arm, position, score) for arm in s.setting.judged.values()}
+        picture = figures.curves(found, shades, w(f"axis_{name}"), w("axis_ppl"), score is PERPLEXITY)
         yield Figure(picture, w(f"curve_{name}"))
     baseline = s.setting.judged[verdict.study.baseline]
     rows = []
     for arm in s.setting.judged.values():
         cells = [arm.name]
         for share in SHARES:
-            mine, other = _loss_at(arm, share), _loss_at(baseline, share)
+            mine, other = _score_at(arm, share), _score_at(baseline, share)
             shared = mine.keys() & other.keys()
             gap = statistics.fmean(mine[seed] - other[seed] for seed in shared) if shared else 0.0
-            shown = w("in_brackets", text=_percent(gap)) if shared and arm is not baseline else ""
-            cells.append(_ppl(perplexity(statistics.fmean(mine.values()))) + shown if mine else "–")
+            shown = w("in_brackets", text=_said(gap, score)) if shared and arm is not baseline else ""
+            cells.append(score.text(statistics.fmean(mine.values())) + shown if mine else "–")
         rows.append(cells)
     headings = [w("arm"), *(w("share", share=round(100 * share)) for share in SHARES)]
     yield Table(headings, rows, w("progress_table", baseline=baseline.name))
 
 
-def _band(arm: Arm, position: Callable[[Run, int], float]) -> figures.Curve:
+def _band(arm: Arm, position: Callable[[Run, int], float], score: Score) -> figures.Curve:
     runs = list(arm.runs.values())
     steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
     x = np.array([statistics.fmean(position(run, step) for run in runs) for step in steps])
-    losses = np.array([[min(run.curve[step], HIGHEST) for step in steps] for run in runs])
-    return x, np.exp(losses.mean(0)), np.exp(losses.min(0)), np.exp(losses.max(0))
+    highest = HIGHEST if score is PERPLEXITY else math.inf
+    found = np.array([[min(run.curve[step], highest) for step in steps] for run in runs])
+    middle, low, high = (np.vectorize(score.shown)(edge) for edge in (found.mean(0), found.min(0), found.max(0)))
+    return x, middle, low, high
 
 
-def _loss_at(arm: Arm, share: float) -> dict[int, float]:
-    """Validation loss by seed at the validated step nearest to a share of the run, if within a twentieth of it."""
+def _score_at(arm: Arm, share: float) -> dict[int, float]:
+    """Validation score by seed at the validated step nearest to a share of the run, if within a twentieth of it."""
     losses = {}
     for seed, run in arm.runs.items():
         goal = share * run.config.max_steps
@@ -237,12 +250,14 @@ def _trend(verdict: Verdict, w: Words) -> Iterator[Block]:
     names = list(dict.fromkeys(name for s in verdict.settings for name in s.judgements))
     found = {n: [s.judgements[n].plain if n in s.judgements else None for s in verdict.settings] for n in names}
     settings = [s.setting.name for s in verdict.settings]
-    yield Figure(figures.trend(settings, found, verdict.study.criterion, w("trend_axis")), w("trend_figure"))
+    score = verdict.study.score
+    picture = figures.trend(settings, found, score, verdict.study.criterion, w("trend_axis"))
+    yield Figure(picture, w("trend_figure"))
     rows = []
     for i, s in enumerate(verdict.settings):
         some = next(iter(s.setting.judged[verdict.study.baseline].runs.values())).summary
         gaps = [found[name][i] for name in names]
-        cells = [show_gap(gap, w) if gap else "–" for gap in gaps]
+        cells = [show_gap(gap, score, w) if gap else "–" for gap in gaps]
         rows.append([s.setting.name, f"{some['tokens_seen']:,}", f"{some['epochs']:.2f}", *cells])
     yield Table([w("setting"), w("tokens_seen"), w("epochs"), *names], rows)
 
@@ -250,16 +265,17 @@ def _trend(verdict: Verdict, w: Words) -> Iterator[Block]:
 def _ablation(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
     if not s.steps:
         return
-    arms = s.setting.judged
+    arms, score = s.setting.judged, verdict.study.score
     path = [arm for arm in ("baseline", "oelm_random", "oelm_matched", "oelm_v2") if arm in arms]
-    seeds = set.intersection(*(set(arms[name].losses) for name in path)) if path else set()
+    seeds = set.intersection(*(set(arms[name].scores) for name in path)) if path else set()
     if path[:1] == ["baseline"] and len(path) > 1 and seeds:
-        mean = {name: statistics.fmean(arms[name].losses[seed] for seed in seeds) for name in path}
-        heights = [100 * math.expm1(min(mean[name] - mean["baseline"], HIGHEST)) for name in path]
+        mean = {name: statistics.fmean(arms[name].scores[seed] for seed in seeds) for name in path}
+        heights = [score.change(min(mean[name] - mean["baseline"], HIGHEST)) for name in path]
         labels = [f"{a} → {b}" for a, b in itertools.pairwise(path)]
         steps = [(label, *ends) for label, ends in zip(labels, itertools.pairwise(heights), strict=True)]
-        yield Figure(figures.waterfall(steps, w("ablation_axis")), w("ablation_figure"))
-    rows = [[w(f"step_{name}"), " → ".join(STEPS[name]), show_gap(gap, w)] for name, gap in s.steps.items()]
+        better = -1 if score is PERPLEXITY else 1
+        yield Figure(figures.waterfall(steps, w("ablation_axis"), better), w("ablation_figure"))
+    rows = [[w(f"step_{name}"), " → ".join(STEPS[name]), show_gap(gap, score, w)] for name, gap in s.steps.items()]
     yield Table([w("what_changes"), w("from_to"), w("change")], rows)
 
 
@@ -267,12 +283,13 @@ def _rates(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
     arms = [arm for arm in s.setting.judged.values() if len(arm.by_rate) > 1]
     if not arms:
         return
-    found = {arm.name: {rate: _or_infinite(loss) for rate, loss in arm.rate_losses.items()} for arm in arms}
+    score = verdict.study.score
+    found = {arm.name: {rate: _or_infinite(own, score) for rate, own in arm.rate_scores.items()} for arm in arms}
     chosen = {arm.name: arm.rate for arm in arms}
     shades = figures.colours(s.setting)
     yield Figure(figures.rates(found, chosen, shades, w("axis_rate"), w("axis_ppl")), w("rates_figure"))
     grid = sorted({rate for by_rate in found.values() for rate in by_rate})
-    rows = [[name, *(_ppl(by_rate.get(rate)) for rate in grid)] for name, by_rate in found.items()]
+    rows = [[arm.name, *(score.text(arm.rate_scores.get(rate)) for rate in grid)] for arm in arms]
     yield Table([w("arm"), *(f"{rate:g}" for rate in grid)], rows)
 
 
@@ -307,10 +324,11 @@ def _published(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, 
     for key, figure in published.items():
         run = next((run for run in verdict.study.runs if run.folder.path.name.startswith(key)), None)
         other = published.get(str(figure.get("against")))
-        gap = _percent(math.log(figure["ppl"] / other["ppl"])) + " %" if other else "–"
+        gap = _said(math.log(figure["ppl"] / other["ppl"]), PERPLEXITY) + " %" if other else "–"
         mine = w("not_run")
         if run is not None:
-            shown = _ppl(run.summary.get("final_perplexity")) or w(f"state_{run.status.state}")
+            final = run.score("val")
+            shown = run.measure.text(final) if final < math.inf else w(f"state_{run.status.state}")
             mine = shown + "".join(w("in_brackets", text=text) for text in [_other_settings(run, figure)] if text)
         rows.append(
             [key, figure["dataset"], figure["arm"], f"{figure['max_lr']:g}", f"{figure['steps']:,}",
@@ -338,8 +356,10 @@ def _reproduce(verdict: Verdict, w: Words) -> Iterator[Block]:
                  for key in ("oelm", "git", "torch", "python")}  # fmt: skip
         yield Text(w("reproduce_text", version=facts["oelm"], commit=facts["git"], device=_devices(parts, w),
                      torch=facts["torch"], python=facts["python"]))  # fmt: skip
-    for name, tokenizer in dict.fromkeys((r.config.dataset, str(r.data.get("tokenizer", ""))) for r in study.runs):
-        yield Code(prepare_command(name, tokenizer, f"data/{name}"))
+    for name, tokenizer, labels in dict.fromkeys(
+        (r.config.dataset, _tokenizer(r), tuple(map(str, r.data.get("labels", [])))) for r in study.runs
+    ):
+        yield Code(prepare_command(name, tokenizer, f"data/{name}", labels))
     for plan in study.plans:
         yield Code(f"oelm run {quote(plan.name)}.toml")
         yield Text(f"{plan.name}.toml:")
@@ -353,18 +373,24 @@ def _reproduce(verdict: Verdict, w: Words) -> Iterator[Block]:
         yield Text(w("hashes", setting=setting.name, source=source or "?", tokenizer=tokenizer or "?"))
 
 
+def _tokenizer(run: Run) -> str:
+    name = str(run.data.get("tokenizer", ""))
+    return run.config.arch if name == "encoder" else name
+
+
 def _devices(parts: list[dict[str, Any]], w: Words) -> str:
     return "; ".join(sorted({f"{p.get('device_name')}{w('threads', n=p.get('threads'))}" for p in parts}))
 
 
-def _or_infinite(loss: float) -> float:
-    return math.inf if loss == math.inf else perplexity(min(loss, HIGHEST))
+def _or_infinite(found: float, score: Score) -> float:
+    """For a picture."""
+    return math.inf if found == math.inf else score.shown(min(found, HIGHEST) if score is PERPLEXITY else found)
 
 
-def _ppl(value: float | None) -> str:
-    if value is None:
-        return ""
-    return "∞" if value == math.inf else f"{value:.3f}" if value < 100 else f"{value:,.2f}"
+def _val(status: RunStatus) -> str:
+    if status.val_accuracy is not None:
+        return f"{status.val_accuracy:.2%}"
+    return "" if status.val_ppl is None else PERPLEXITY.text(math.log(status.val_ppl))
 
 
 TITLES: dict[Any, str] = {

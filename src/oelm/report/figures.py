@@ -16,6 +16,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from oelm.lab.score import Score
 from oelm.lab.stats import Gap
 from oelm.lab.study import Setting
 
@@ -57,17 +58,16 @@ def colours(setting: Setting) -> dict[str, str]:
     return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(setting.arms)}
 
 
-def gaps(rows: Sequence[tuple[str, Gap]], criterion: float, label: str, limit: str) -> str:
+def gaps(rows: Sequence[tuple[str, Gap]], score: Score, criterion: float, label: str, limit: str) -> str:
     """Gap per arm with its bounds, and the line that decides."""
     with _drawing(WIDTH, 0.9 + 0.42 * len(rows)) as (figure, ax):
         for y, (_, gap) in enumerate(rows):
             colour = VERDICTS[gap.verdict]
-            low, high = (100 * (bound - 1) for bound in gap.bounds)
-            centre = 100 * (gap.ratio - 1)
+            low, high, centre = (score.change(difference) for difference in (gap.low, gap.high, gap.mean))
             if gap.n > 1:
                 ax.plot([low, high], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
             ax.plot([centre], [y], "o", color=colour, markersize=7)
-        bar = 100 * (criterion - 1)
+        bar = score.change(score.bar(criterion))
         ax.axvline(0, color=INK, linewidth=1)
         ax.axvline(bar, color=VERDICTS["FAIL"], linewidth=1.2, linestyle="--")
         ax.annotate(limit, (bar, 1.0), xycoords=("data", "axes fraction"), xytext=(4, 2), textcoords="offset points",
@@ -88,13 +88,16 @@ def _horizontal(ax: Axes, names: Sequence[str], label: str) -> None:
     ax.set_xlabel(label)
 
 
-def curves(found: Mapping[str, Curve], shades: Mapping[str, str], x_label: str, y_label: str) -> str:
-    """Perplexity over training, on a logarithmic axis, with bands over seeds."""
+def curves(
+    found: Mapping[str, Curve], shades: Mapping[str, str], x_label: str, y_label: str, logarithmic: bool = True
+) -> str:
+    """A score over training, with bands over seeds; perplexity on a logarithmic axis."""
     with _drawing(WIDTH, 3.6) as (figure, ax):
         for name, (x, middle, low, high) in found.items():
             ax.plot(x, middle, color=shades[name], label=name, linewidth=1.6)
             ax.fill_between(x, low, high, color=shades[name], alpha=0.18, linewidth=0)
-        _logarithmic(ax, np.concatenate([middle for _, middle, _, _ in found.values()]))
+        if logarithmic:
+            _logarithmic(ax, np.concatenate([middle for _, middle, _, _ in found.values()]))
         _labels(ax, x_label, y_label)
         _legend(ax)
         return _svg(figure)
@@ -142,13 +145,13 @@ def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float
         return _svg(figure)
 
 
-def waterfall(steps: Sequence[tuple[str, float, float]], label: str) -> str:
-    """Bars from where one arm stands to where the next does; `steps` are (label, from, to) in per cent."""
+def waterfall(steps: Sequence[tuple[str, float, float]], label: str, better: int = -1) -> str:
+    """Bars from where one arm stands to where the next does; `steps` are (label, from, to), `better` up or down."""
     with _drawing(WIDTH, 0.9 + 0.45 * len(steps)) as (figure, ax):
         ends = [x for _, *pair in steps for x in pair]
         span = max(ends) - min(ends)
         for y, (_, start, end) in enumerate(steps):
-            colour = VERDICTS["FAIL"] if end > start else VERDICTS["PASS"]
+            colour = VERDICTS["PASS"] if (end - start) * better > 0 else VERDICTS["FAIL"]
             ax.barh(y, end - start, left=start, color=colour, alpha=0.55, height=0.6)
             inside = abs(end - start) > 0.12 * span  # else there is no room for the number in the bar
             place = dict(ha="center") if inside else dict(ha="left", xytext=(5, 0), textcoords="offset points")
@@ -198,7 +201,9 @@ def proportional(points: Sequence[tuple[str, float, float]], x_label: str, y_lab
         return _svg(figure)
 
 
-def trend(settings: Sequence[str], found: Mapping[str, Sequence[Gap | None]], criterion: float, y_label: str) -> str:
+def trend(
+    settings: Sequence[str], found: Mapping[str, Sequence[Gap | None]], score: Score, criterion: float, y_label: str
+) -> str:
     """Gap per arm from setting to setting."""
     with _drawing(WIDTH, 3.4) as (figure, ax):
         for i, (name, row) in enumerate(found.items()):
@@ -207,9 +212,11 @@ def trend(settings: Sequence[str], found: Mapping[str, Sequence[Gap | None]], cr
             points = [(x + shift, gap) for x, gap in enumerate(row) if gap is not None]
             for x, gap in points:
                 if gap.n > 1:
-                    ax.plot([x, x], [100 * (b - 1) for b in gap.bounds], color=colour, linewidth=1.6)
-            ax.plot([x for x, _ in points], [100 * (g.ratio - 1) for _, g in points], "o--", color=colour, label=name)
-        ax.axhline(100 * (criterion - 1), color=VERDICTS["FAIL"], linewidth=1.2, linestyle="--")
+                    ends = [score.change(bound) for bound in (gap.low, gap.high)]
+                    ax.plot([x, x], ends, color=colour, linewidth=1.6)
+            centres = [score.change(gap.mean) for _, gap in points]
+            ax.plot([x for x, _ in points], centres, "o--", color=colour, label=name)
+        ax.axhline(score.change(score.bar(criterion)), color=VERDICTS["FAIL"], linewidth=1.2, linestyle="--")
         ax.axhline(0, color=INK, linewidth=1)
         ax.set_xticks(range(len(settings)), [short(name, 80 // len(settings)) for name in settings])
         _labels(ax, "", y_label)

@@ -12,7 +12,6 @@ from oelm.report import figures
 from oelm.report.blocks import Block, Code, Figure, Heading, Notice, PageBreak, Text
 from oelm.report.words import Words
 from oelm.train.clock import spoken
-from oelm.train.metrics import perplexity
 
 LEFT_OUT = {"out_dir", "data_path"}
 """Settings that say where, not what."""
@@ -30,7 +29,7 @@ def run_pages(runs: list[Run], w: Words) -> Iterator[Block]:
             yield from _outcome(run, w)
         train = [(r["step"], r["loss"]) for r in run.records["train"]]
         if train:
-            picture = figures.run_curve(train, sorted(run.curve.items()), w("axis_steps"))
+            picture = figures.run_curve(train, sorted(run.losses.items()), w("axis_steps"))
             yield Figure(picture, w("run_curve"), wide=False)
         speech = _sample(run)
         if speech:
@@ -42,9 +41,11 @@ def run_pages(runs: list[Run], w: Words) -> Iterator[Block]:
 
 def _outcome(run: Run, w: Words) -> Iterator[Block]:
     summary = run.summary
-    test = w("run_test", ppl=perplexity(run.loss("test"))) if run.has_test else ""
-    yield Text(w("run_result", val=perplexity(run.val_loss), test=test, best=perplexity(summary["best_val_loss"]),
-                 best_step=summary["best_step"]))  # fmt: skip
+    shown = run.measure.shown
+    test = w("run_test", ppl=shown(run.score("test"))) if run.has_test else ""
+    best = shown(min(run.curve.values()))
+    yield Text(w("run_result", val=shown(run.score("val")), test=test, best=best,
+                 best_step=min(run.curve, key=lambda step: run.curve[step])))  # fmt: skip
     device = (run.environment or [{}])[-1].get("device_name", "?")
     yield Text(w("run_time", started=when(summary["started"]), seconds=spoken(summary["wall_seconds"]),
                  ms=1000 * summary["median_step_seconds"], memory=summary["peak_memory_bytes"] / 2**20,

@@ -2,7 +2,8 @@
 
     outputs/<ID>_<arm>/
       config.toml  training.log  metrics.jsonl  events.out.tfevents…  timing_stats.json  summary.json
-      environment.json  tokenizer.json (a trained BPE)  test_documents.npy  sample.json  frozen.safetensors  run.lock
+      environment.json  tokenizer.json (not GPT-2's)  test_documents.npy  test_answers.npy  encoder.json
+      sample.json  frozen.safetensors  run.lock
       step-00001000/ …   last -> step-…   best -> step-…
 
 No torch here: a folder is claimed, refused or read before torch is imported.
@@ -34,6 +35,8 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.environment = path / "environment.json"
         self.documents = path / "test_documents.npy"
+        self.answers = path / "test_answers.npy"
+        self.encoder = path / "encoder.json"
         self.sample = path / "sample.json"
         self.tokenizer = path / "tokenizer.json"
         self.frozen = path / "frozen.safetensors"
@@ -66,6 +69,8 @@ class RunFolder:
     def differs_from(self, config: RunConfig, apart: Collection[str] = ("vocab_size",)) -> str:
         """The first setting that decides what is computed and is another one here, in words; "" if there is none."""
         before = self.config()
+        by_data = {"max_steps": bool(config.num_epochs), "labels": not config.labels}
+        apart = {*apart, *(key for key, decided in by_data.items() if decided)}
         for key in type(config).model_fields:
             old, new = getattr(before, key), getattr(config, key)
             if old != new and key not in OPERATIONAL and key not in apart:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from oelm.config import RunConfig
 from oelm.data.tokens import TokenData, WindowOrder, read_windows
-from oelm.model.gpt import GPT, build_gpt
+from oelm.model.build import build_model
+from oelm.model.gpt import GPT
 from oelm.model.sample import sample
 from oelm.train.distributed import World
 from oelm.train.metrics import perplexity
@@ -27,7 +28,7 @@ class LanguageModelling:
         self.order = WindowOrder(len(data.splits["train"]), config.seq_len, config.windows_per_step, config.seed)
 
     def build_model(self) -> nn.Module:
-        return build_gpt(self.config)
+        return build_model(self.config)
 
     def micro_batches(self, step: int) -> Sequence[Batch]:
         config = self.config
@@ -71,6 +72,9 @@ class LanguageModelling:
         prompt = self.data.splits["val"][:PROMPT_TOKENS].tolist()
         ids = sample(cast(GPT, model), prompt, SAMPLE_TOKENS, temperature=0.8, top_k=50, top_p=1.0, seed=0)
         return {"prompt": prompt, "sample": list(ids)}
+
+    def opening(self) -> list[str]:
+        return []
 
     def has_split(self, split: str) -> bool:
         return split in self.data.splits

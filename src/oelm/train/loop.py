@@ -151,14 +151,20 @@ class Trainer:
         if self.metrics:
             norm_or_none = norm if math.isfinite(norm) else None
             self.metrics.write("train", state.step, loss=loss, lr=rate, grad_norm=norm_or_none, seconds=seconds)
-        speed = config.tokens_per_step / seconds
-        best = f"best val ppl {perplexity(state.best_loss):.2f}" if state.best_loss is not None else ""
-        self.reporter.advance(state.step, f"loss {loss:.4f}  {speed:,.0f} tok/s  {best}")
+        count, unit = (config.windows_per_step, "ex/s") if config.labels else (config.tokens_per_step, "tok/s")
+        speed = f"{count / seconds:,.0f} {unit}"
+        best = ""
+        if state.best_loss is not None:
+            labelled = config.labels
+            best = f"best val {'loss' if labelled else 'ppl'} " + (
+                f"{state.best_loss:.4f}" if labelled else f"{perplexity(state.best_loss):.2f}"
+            )
+        self.reporter.advance(state.step, f"loss {loss:.4f}  {speed}  {best}")
         interval = min(config.log_interval, max(1, config.max_steps // 20))
         if state.step % interval == 0 or state.step == 1:
             self.reporter.say(
                 f"step {state.step:,}/{config.max_steps:,} | loss {loss:.4f} | lr {rate:.3g} | "
-                f"grad norm {norm:.3f} | {speed:,.0f} tok/s"
+                f"grad norm {norm:.3f} | {speed}"
             )
 
     def _evaluation_due(self) -> bool:
@@ -184,11 +190,13 @@ class Trainer:
                 self._fail(f"{split} loss {values['loss']:g} at step {state.step}")
             if self.metrics:
                 self.metrics.write(split, state.step, **values, seconds=time.perf_counter() - begin)
-                if split == "test" and found.documents is not None:
-                    write_array(self.folder.documents, found.documents)
+                for path, rows in ((self.folder.documents, found.documents), (self.folder.answers, found.answers)):
+                    if split == "test" and rows is not None:
+                        write_array(path, rows)
             if split == "val" and (state.best_loss is None or values["loss"] < state.best_loss):
                 state.best_loss, state.best_step = values["loss"], state.step
-            shown = " | ".join(f"{key} {value:.4f}" for key, value in values.items() if key != "tokens")
+            figures = {key: value for key, value in values.items() if key not in ("tokens", "examples")}
+            shown = " | ".join(f"{key} {value:.4f}" for key, value in figures.items())
             self.reporter.say(f"{split} at step {state.step:,} | {shown}")
         state.evaluated = True
         self._save()

@@ -1,22 +1,34 @@
 """A whole run: check everything, claim the folder, train, and write down what came of it."""
 
+import hashlib
 import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from oelm import __version__
+from oelm import __version__, encoders
 from oelm.config import RunConfig
+from oelm.data.labelled import LabelledData, open_labelled
 from oelm.data.tokenizer import TOKENIZER_FILE
-from oelm.data.tokens import TokenData, check_data, open_data
+from oelm.data.tokens import META_FILE, TokenData, check_data, data_root, open_data
 from oelm.errors import RunFailed, Stopped, UserError
 from oelm.files import disk_errors, write_json
 from oelm.machine import describe, leave_with_parent, now, place_in_world
 from oelm.train.folder import RunFolder, claim
+
+if TYPE_CHECKING:
+    from oelm.train.distributed import World
+    from oelm.train.task import Task
+
+TEST_FIGURES = {"loss": "loss", "perplexity": "ppl", "bpb": "bpb", "accuracy": "accuracy", "f1": "f1"}
+"""What the summary says of the test split, by the names in the metrics."""
+PREPARED_SECONDS = 600.0
+"""How long the other processes of a run wait for the first to prepare its data."""
 
 
 def train(config: RunConfig, resume: bool = False, vocab_is_set: bool = False) -> RunFolder:
@@ -28,10 +40,10 @@ def train(config: RunConfig, resume: bool = False, vocab_is_set: bool = False) -
     if size > 1:
         leave_with_parent(signal.SIGKILL)  # no process goes on, or keeps its GPU, behind a torchrun that was killed
     config = config.replace(processes=size)
-    data = open_data(config.dataset, config.data_path)
-    if data.vocab_size and not vocab_is_set:
-        config = config.replace(vocab_size=data.vocab_size)
-    check_data(data, config.seq_len, config.vocab_size)
+    if re.match(r"(csv|tsv|jsonl|parquet):", config.dataset):
+        config = _with_prepared(config, rank)
+    data = open_labelled(config.dataset, config.data_path) or open_data(config.dataset, config.data_path)
+    config = _fitted(config, data, vocab_is_set)
     advice = f"free some space, then continue with oelm train --resume {config.folder}"
     if rank != 0:
         _train_in(RunFolder(config.folder), config, data, resume)
@@ -41,10 +53,67 @@ def train(config: RunConfig, resume: bool = False, vocab_is_set: bool = False) -
     return folder
 
 
+def _with_prepared(config: RunConfig, rank: int) -> RunConfig:
+    """The config on the prepared form of the file that its `dataset` names; prepared now, if it has not been."""
+    from oelm.data.prepare import Labelling, prepare
+
+    path = Path(config.dataset.partition(":")[2])
+    if not path.is_file():
+        raise UserError(f"dataset {config.dataset}: no such file")
+    tokenizer = config.arch if encoders.is_pretrained(config.arch) else "gpt2"
+    digest = hashlib.sha256(path.read_bytes() + tokenizer.encode()).hexdigest()[:8]
+    name = f"{re.sub(r'[^A-Za-z0-9_-]+', '-', path.stem)}-{digest}"
+    folder = data_root() / name
+    waited = 0.0
+    while not (folder / META_FILE).exists():
+        if rank == 0:
+            print(f"preparing {path} in {folder}: 10 % of the rows for validation, 10 % for the test", flush=True)
+            prepare(name, [], tokenizer, folder, labelling=Labelling(), placed={"train": [path]})
+        elif (waited := waited + 0.2) > PREPARED_SECONDS:
+            raise UserError(f"{folder} was not prepared by the first process")
+        else:
+            time.sleep(0.2)
+    return config.replace(dataset=name)
+
+
+def _fitted(config: RunConfig, data: TokenData, vocab_is_set: bool) -> RunConfig:
+    """The config with what the data decide: vocabulary, classes, steps. Refused if they do not go together."""
+    labelled = isinstance(data, LabelledData)
+    if data.vocab_size and not vocab_is_set and not encoders.is_pretrained(config.arch):
+        config = config.replace(vocab_size=data.vocab_size)
+    if isinstance(data, LabelledData):
+        if config.labels not in (0, len(data.labels)):
+            raise UserError(f"labels {config.labels}: {data.folder} has {len(data.labels)}: {', '.join(data.labels)}")
+        config = config.replace(labels=len(data.labels))
+        if encoders.is_pretrained(config.arch):
+            _check_tokenizer(config.arch, data)
+    elif config.labels or config.arch != encoders.GPT:
+        raise UserError(f"{data.folder} holds running text: prepare labelled texts (oelm prepare --help) to classify")
+    check_data(data, 1 if labelled else config.seq_len, config.vocab_size)
+    per_step, found = config.windows_per_step, len(data.rows["train"]) if isinstance(data, LabelledData) else 0
+    if labelled and found < per_step:
+        raise UserError(f"{data.folder} has {found} training examples, fewer than the {per_step} of a step")
+    if config.num_epochs:
+        whole = found // per_step if labelled else ((len(data.splits["train"]) - 1) // config.seq_len) / per_step
+        config = config.replace(max_steps=max(1, round(config.num_epochs * whole)))
+    return config
+
+
+def _check_tokenizer(arch: str, data: TokenData) -> None:
+    """A pretrained encoder understands its own tokens only."""
+    from oelm.data.tokenizer import encoder_tokenizer
+
+    own = encoder_tokenizer(encoders.with_tokenizer(arch))
+    if own.hash != data.tokenizer_hash:
+        raise UserError(
+            f"{data.folder} was tokenised with {data.tokenizer} ({data.tokenizer_hash[:8]}), not with {arch}'s own "
+            f"({own.hash[:8]}): oelm prepare … --tokenizer {arch}"
+        )
+
+
 def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: bool) -> None:
     from oelm.train.console import Reporter
     from oelm.train.distributed import join
-    from oelm.train.language import LanguageModelling
     from oelm.train.loop import Trainer
 
     with join(config.device, config.threads) as world:
@@ -54,11 +123,12 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
             if world.leads:
                 _copy_tokenizer(data, folder)
                 _write_environment(folder, config, data, machine, str(world.device))
-            task = LanguageModelling(config, data, world)
+                _write_encoder(folder, config)
+            task = _task(config, data, world)
             with _named_failures(world.size):
                 trainer = Trainer(config, task, world, folder, reporter, machine["started"])
                 if world.leads:
-                    for line in _opening(config, task.epochs(config.max_steps), world.device.type):
+                    for line in [*_opening(config, task.epochs(config.max_steps), world.device.type), *task.opening()]:
                         reporter.say(line)
                 state = trainer.run(resume)
         except (Stopped, RunFailed, UserError) as error:
@@ -79,6 +149,17 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
                 reporter.say(_closing(summary))
         finally:
             reporter.close()
+
+
+def _task(config: RunConfig, data: TokenData, world: "World") -> "Task":
+    from oelm.train.classify import Classification
+    from oelm.train.language import LanguageModelling
+
+    return (
+        Classification(config, data, world)
+        if isinstance(data, LabelledData)
+        else LanguageModelling(config, data, world)
+    )
 
 
 def finish(folder: RunFolder, config: RunConfig, state: dict[str, Any], epochs: float) -> dict[str, Any]:
@@ -102,13 +183,13 @@ def finish(folder: RunFolder, config: RunConfig, state: dict[str, Any], epochs: 
         "frozen_parameters": sum(part.frozen for part in table),
         "final_train_loss": last["train"]["loss"],
         "final_val_loss": last["val"]["loss"],
-        "final_perplexity": last["val"]["ppl"],
+        "final_perplexity": last["val"].get("ppl"),
         "final_val_bpb": last["val"].get("bpb"),
+        "final_val_accuracy": last["val"].get("accuracy"),
+        "final_val_f1": last["val"].get("f1"),
         "best_val_loss": state["best_loss"],
         "best_step": state["best_step"],
-        "test_loss": last["test"]["loss"] if "test" in last else None,
-        "test_perplexity": last["test"]["ppl"] if "test" in last else None,
-        "test_bpb": last["test"].get("bpb") if "test" in last else None,
+        **{f"test_{name}": last.get("test", {}).get(key) for name, key in TEST_FIGURES.items()},
         "started": state["started"],
         "finished": now(),
         "wall_seconds": state["elapsed"],
@@ -141,10 +222,13 @@ def _opening(config: RunConfig, epochs: float, device: str) -> list[str]:
         f"run folder: {config.folder}",
         f"parameters: {total:,} total, {total - frozen:,} trainable, {frozen:,} frozen",
         f"tokens per step: {config.tokens_per_step:,} ({config.windows_per_step} x {config.seq_len}); "
-        f"{config.max_steps * config.tokens_per_step:,} in {config.max_steps:,} steps = {epochs:.2f} epochs",
+        f"{config.max_steps * config.tokens_per_step:,} in {config.max_steps:,} steps = {epochs:.2f} epochs"
+        if not config.labels
+        else f"examples per step: {config.windows_per_step}, of at most {config.seq_len} tokens; "
+        f"{config.max_steps:,} steps = {epochs:.2f} epochs",
         f"disk: {size / 2**20:,.1f} MiB a checkpoint, at most {(kept + 3) * size / 2**20:,.1f} MiB in all",
     ]
-    if epochs > 1:
+    if epochs > 1 and not config.labels:
         lines.append(
             f"WARNING: the training text is seen {epochs:.1f} times: a gap between arms may then be regularisation"
         )
@@ -162,9 +246,14 @@ def _closing(summary: dict[str, Any]) -> str:
     from oelm.train.clock import spoken
 
     parts = [f"finished {summary['steps']:,} steps in {spoken(summary['wall_seconds'])}"]
-    parts.append(f"val ppl {summary['final_perplexity']:.4f}")
-    if summary["test_perplexity"] is not None:
-        parts.append(f"test ppl {summary['test_perplexity']:.4f}")
+    if summary["final_val_accuracy"] is None:
+        parts.append(f"val ppl {summary['final_perplexity']:.4f}")
+        if summary["test_perplexity"] is not None:
+            parts.append(f"test ppl {summary['test_perplexity']:.4f}")
+    else:
+        parts.append(f"val accuracy {summary['final_val_accuracy']:.2%}")
+        if summary["test_accuracy"] is not None:
+            parts.append(f"test accuracy {summary['test_accuracy']:.2%}, macro-F1 {summary['test_f1']:.4f}")
     parts.append(f"{1000 * summary['median_step_seconds']:.1f} ms a step")
     parts.append(f"peak memory {summary['peak_memory_bytes'] / 2**20:,.0f} MiB")
     return " | ".join(parts)
@@ -203,6 +292,14 @@ def _copy_tokenizer(data: TokenData, folder: RunFolder) -> None:
     source, target = data.folder / TOKENIZER_FILE, folder.tokenizer
     if source.exists() and not target.exists():
         shutil.copyfile(source, target)
+
+
+def _write_encoder(folder: RunFolder, config: RunConfig) -> None:
+    """What an encoder was built from goes with the run, so that it can be used without the pretrained one."""
+    if config.arch != encoders.GPT and not folder.encoder.exists():
+        from oelm.model.encoder import encoder_settings
+
+        write_json(folder.encoder, encoder_settings(config))
 
 
 def _write_environment(

@@ -19,6 +19,8 @@ class Evaluation:
     """Metrics, `loss` among them."""
     documents: np.ndarray | None = None
     """Rows (summed loss, tokens), one per document, where the data say where documents end."""
+    answers: np.ndarray | None = None
+    """Rows (label, answer), one per example, where there are labels."""
 
 
 class Interrupted(Exception):
@@ -46,6 +48,10 @@ class Task(Protocol):
 
     def sample(self, model: nn.Module) -> dict[str, list[int]]:
         """A prompt and what the model makes of it, as token ids; nothing for tasks that do not speak."""
+        ...
+
+    def opening(self) -> list[str]:
+        """What people want to know of the data and the model before they wait."""
         ...
 
     def epochs(self, steps: int) -> float:

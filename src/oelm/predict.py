@@ -1,0 +1,91 @@
+"""Have a run classify: a sentence or a pair, or the rows of a file."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from oelm.data.labelled import TEXT_COLUMNS, Skips, records
+from oelm.data.sources import SourceFile, format_of
+from oelm.data.tokenizer import Template, Tokenizer
+from oelm.errors import UserError
+from oelm.generate import load_run
+from oelm.train.classify import class_logits, pad
+from oelm.train.folder import RunFolder
+
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Answer:
+    label: str
+    shares: dict[str, float]
+    """Probability of each class."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"answer": self.label, **{f"p_{name}": round(share, 6) for name, share in self.shares.items()}}
+
+
+class Classifier:
+    """A run's model with what it needs to read texts."""
+
+    def __init__(self, run: Path, which: str = "last", device: str = "auto") -> None:
+        folder = RunFolder(run)
+        self.config = folder.config()
+        if not self.config.labels:
+            raise UserError(f"{run} is a language model: let it speak with oelm generate")
+        self.model, tokenizer = load_run(run, which, device, lambda line: print(line, file=sys.stderr))
+        self.tokenizer: Tokenizer = tokenizer
+        self.template: Template = tokenizer.template()
+        names = folder.read_data().get("labels") or []
+        self.labels = [str(name) for name in names] or [str(i) for i in range(self.config.labels)]
+        self.device = next(self.model.parameters()).device
+
+    @torch.inference_mode()
+    def answer(self, texts: Sequence[Sequence[str]]) -> list[Answer]:
+        """The classes of some texts, or pairs of texts."""
+        examples = [
+            self.template.join([self.tokenizer.encode_array(text) for text in some], self.config.seq_len)
+            for some in texts
+        ]
+        batch = tuple(tensor.to(self.device) for tensor in pad(examples, self.template.pad))
+        shares = class_logits(self.model, batch).float().softmax(-1).tolist()
+        return [
+            Answer(self.labels[max(range(len(row)), key=row.__getitem__)], dict(zip(self.labels, row, strict=True)))
+            for row in shares
+        ]
+
+
+def predict_file(classifier: Classifier, path: Path, columns: Sequence[str], out: TextIO) -> Skips:
+    """One JSON line per row: the row, its answer and the probabilities; returns what was left out."""
+    skips = Skips()
+    if not path.is_file():
+        raise UserError(f"no such file: {path}")
+    rows = _texts(path, columns, skips)
+    while some := list(islice(rows, BATCH)):
+        for (record, _), answer in zip(some, classifier.answer([texts for _, texts in some]), strict=True):
+            out.write(json.dumps({**record, **answer.as_json()}, ensure_ascii=False) + "\n")
+    return skips
+
+
+def _texts(path: Path, columns: Sequence[str], skips: Skips) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    names = list(columns)
+    for number, record in records(SourceFile(path, "test", format_of(path)), skips):
+        names = names or _text_columns(path, record)
+        texts = [record.get(name) for name in names]
+        if all(isinstance(text, str) and text.strip() for text in texts):
+            yield record, [str(text).strip() for text in texts]
+        else:
+            skips.add("with an empty or missing text", f"{path.name}, row {number}")
+
+
+def _text_columns(path: Path, record: Iterable[str]) -> list[str]:
+    found = next((names for names in TEXT_COLUMNS if all(name in record for name in names)), None)
+    if found is None:
+        raise UserError(f"{path} has the columns {', '.join(record)}: name those of the texts with --columns")
+    return list(found)
