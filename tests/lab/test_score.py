@@ -8,6 +8,7 @@ import pytest
 from scipy.stats import binomtest
 
 from oelm.errors import UserError
+from oelm.lab.plan import load_plan
 from oelm.lab.score import ACCURACY, PERPLEXITY
 from oelm.lab.stats import accuracy_bounds, answers_bootstrap, mcnemar
 from oelm.lab.study import load_study
@@ -120,3 +121,15 @@ def test_the_report_of_classifiers_speaks_of_accuracy(oelm, tmp_path, language, 
     assert "val acc" in status.out
     assert "70.00%" in status.out
     assert "PPL" not in status.out
+
+
+def test_a_plan_goes_on_at_the_learning_rate_of_the_best_accuracy(tmp_path):
+    text = '[matrix]\nmax_lr = [1e-3, 2e-3]\nseed = [1, 2]\n[select]\nsetting = "max_lr"\nseed = 1\n'
+    path = tmp_path / "plan.toml"
+    path.write_text(f'out = "{tmp_path / "out"}"\n{text}')
+    (choice,) = load_plan(path).choices
+    for run, loss, accuracy in zip(choice.candidates, (0.5, 0.9), (0.6, 0.7), strict=True):
+        run.folder.path.mkdir(parents=True)
+        summary = {"state": "finished", "final_val_loss": loss, "final_val_accuracy": accuracy}
+        run.folder.summary.write_text(json.dumps(summary))
+    assert choice.best().settings["max_lr"] == 2e-3

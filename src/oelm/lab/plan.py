@@ -39,7 +39,7 @@ from oelm.arms import ARMS
 from oelm.config import ARM_KEYS, RunConfig, load_toml, resolve
 from oelm.errors import UserError, nearest
 from oelm.files import write_atomic
-from oelm.lab.score import score_of
+from oelm.lab.score import score_in
 from oelm.train.folder import RunFolder
 
 MAX_RUNS = 10_000
@@ -80,9 +80,8 @@ class Choice:
             failed = summary.get("state") == "failed" and summary.get("retry") in (None, "", "never")
             if not (failed or summary.get("state") == "finished" or run.id in given_up):
                 return None
-        measure = score_of(self.candidates[0].config)
-        losses = [measure.of(summary, "val") for summary in summaries]
-        return self.candidates[losses.index(min(losses))] if min(losses) < math.inf else None
+        scores = [score_in(summary).of(summary, "val") for summary in summaries]
+        return self.candidates[scores.index(min(scores))] if min(scores) < math.inf else None
 
 
 @dataclass(frozen=True)

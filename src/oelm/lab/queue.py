@@ -21,7 +21,7 @@ from typing import IO, Any
 from oelm.files import is_locked, lock_file
 from oelm.lab.gpus import GpuPool
 from oelm.lab.plan import Plan, PlannedRun
-from oelm.lab.score import score_of
+from oelm.lab.score import score_in
 from oelm.machine import cores, leave_with_parent
 
 POLL_SECONDS = 0.2
@@ -208,7 +208,7 @@ class Queue:
         summary = worker.outcome()
         state, code = summary.get("state"), worker.process.returncode
         if state == "finished":
-            score = score_of(run.folder.config())
+            score = score_in(summary)
             self.say(f"{run.id}: finished, val {score.label} {score.text(score.of(summary, 'val'))}")
         elif (state == "stopped" or code in ASKED_TO_LEAVE) and not worker.first_to_die():
             self._stopped.add(run.id)

@@ -82,4 +82,9 @@ ACCURACY = _Accuracy("accuracy", "accuracy", "accuracy", 1.0, "points")
 
 
 def score_of(config: RunConfig) -> Score:
+    """Of a run; a plan may not know yet that its data have labels."""
     return ACCURACY if config.labels else PERPLEXITY
+
+
+def score_in(summary: Mapping[str, Any]) -> Score:
+    return PERPLEXITY if summary.get("final_val_accuracy") is None else ACCURACY
