@@ -4,7 +4,8 @@ import json
 import random
 from pathlib import Path
 
-from oelm.data.prepare import Labelling, prepare
+from oelm.data.examples import Labelling
+from oelm.data.prepare import prepare
 from tests.conftest import WORDS
 
 LABELS = ("same", "other", "odd")

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from oelm.data.labelled import TEXT_COLUMNS, Skips, records
+from oelm.data.examples import TEXT_COLUMNS, Skips, records
 from oelm.data.sources import SourceFile, format_of
 from oelm.data.tokenizer import Template, Tokenizer
 from oelm.errors import UserError

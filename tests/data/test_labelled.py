@@ -4,8 +4,9 @@ import json
 import numpy as np
 import pytest
 
+from oelm.data.examples import Labelling
 from oelm.data.labelled import BucketOrder, open_labelled
-from oelm.data.prepare import Labelling, prepare
+from oelm.data.prepare import prepare
 from oelm.data.tokenizer import ByteTokenizer, EncoderTokenizer, Template
 from oelm.errors import UserError
 from tests.small_encoder import LABELS, make_rows, write_rows

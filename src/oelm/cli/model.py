@@ -44,7 +44,8 @@ def prepare_verb(parser: Parser) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from oelm.data.prepare import Labelling, prepare
+    from oelm.data.examples import Labelling
+    from oelm.data.prepare import prepare
     from oelm.data.progress import progress_bar, show_meta
 
     labels, columns = (tuple(filter(None, text.split(","))) for text in (options.labels, options.columns))

@@ -7,184 +7,76 @@ where its second does, where that ends, and the label. What a model puts before,
 is the tokenizer's `Template`, in the meta data.
 """
 
-import csv
 import hashlib
-import itertools
-import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from oelm.data.sources import SourceFile, hash_texts, parquet_rows
-from oelm.data.tokenizer import Template, Tokenizer
-from oelm.data.tokens import SPLITS, TokenData, keyed, open_data
+from oelm.data.examples import Examples, Labelling, read_examples
+from oelm.data.sources import SourceFile, hash_texts, names_by_split
+from oelm.data.splits import Rules
+from oelm.data.tokenizer import TOKENIZER_FILE, Template, Tokenizer, load_tokenizer, train_bpe
+from oelm.data.tokens import META_FILE, SPLITS, TokenData, keyed, make_meta, open_data
 from oelm.errors import UserError
+from oelm.files import fsync_file, write_atomic, write_json
 
-TEXT_COLUMNS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("question", "sentence"), ("text",),
-                ("sentence",))  # fmt: skip
-LABEL_COLUMNS = ("label", "gold_label")
-MOST_CLASSES = 1_000
+HELD_OUT = 0.1
+"""Share of the training examples for each split that has no file."""
 BUCKET_STEPS = 64
 """So many steps' examples are sorted by length together."""
 
 
-@dataclass(frozen=True)
-class Row:
-    texts: tuple[str, ...]
-    label: str
-
-
-@dataclass
-class Skips:
-    """Rows that were left out, by reason, and where the first of each stood."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)
-
-    def add(self, reason: str, where: str) -> None:
-        self.counts[reason] += 1
-        self.first.setdefault(reason, where)
-
-    def __str__(self) -> str:
-        return "; ".join(f"{n:,} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
-
-
-def read_rows(file: SourceFile, columns: Sequence[str], skips: Skips) -> Iterator[Row]:
-    """Rows with texts and a label; `columns` names those of the texts and then the label's, or none to find them."""
-    names: tuple[str, ...] = tuple(columns)
-    for number, record in records(file, skips):
-        where = f"{file.path.name}, row {number}"
-        if not names:
-            names = _find_columns(file.path, record)
-        if any(name not in record for name in names):
-            if number == 1:
-                raise UserError(f"{file.path} has no column {_first_missing(names, record)}, only: {_shown(record)}")
-            skips.add("without all columns", where)
-            continue
-        *texts, label = (record[name] for name in names)
-        label = "" if label is None else str(label).strip()
-        if not all(isinstance(text, str) and text.strip() for text in texts):
-            skips.add("with an empty text", where)
-        elif any(_not_text(text) for text in (*texts, label)):
-            skips.add("not in UTF-8", where)
-        elif not label:
-            skips.add("without a label", where)
-        else:
-            yield Row(tuple(text.strip() for text in texts), label)
-
-
-def records(file: SourceFile, skips: Skips) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, record) of every row that can be read at all."""
-    if file.format == "parquet":
-        yield from enumerate(parquet_rows(file.path), 1)
-        return
-    with open(file.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as source:
-        if file.format == "jsonl":
-            for number, line in enumerate(source, 1):
-                try:
-                    record = json.loads(line) if line.strip() else None
-                except (ValueError, RecursionError):
-                    record = line
-                if isinstance(record, dict):
-                    yield number, record
-                elif record is not None:
-                    skips.add("not a JSON object", f"{file.path.name}, row {number}")
-            return
-        csv.field_size_limit(1 << 27)
-        tabs = file.format == "tsv"
-        reader = csv.DictReader(source, delimiter="\t" if tabs else ",", quoting=csv.QUOTE_NONE if tabs else 0)
-        try:
-            yield from enumerate(reader, 1)
-        except csv.Error as error:
-            raise UserError(f"{file.path}, line {reader.line_num}: {error}") from None
-
-
-def _find_columns(path: Path, record: dict[str, Any]) -> tuple[str, ...]:
-    texts = next((names for names in TEXT_COLUMNS if all(name in record for name in names)), None)
-    label = next((name for name in LABEL_COLUMNS if name in record), None)
-    if texts is None or label is None:
-        known = "premise and hypothesis, sentence1 and sentence2, text or sentence; label"
-        raise UserError(
-            f"{path} has the columns {_shown(record)}; expected {known}. Name yours with --columns TEXT[,TEXT],LABEL"
-        )
-    return (*texts, label)
-
-
-def _shown(record: dict[str, Any]) -> str:
-    return ", ".join(str(name)[:30] for name in itertools.islice(record, 12))
-
-
-def _first_missing(names: Sequence[str], record: dict[str, Any]) -> str:
-    return next(name for name in names if name not in record)
-
-
-def _not_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def label_names(rows: dict[str, list[Row]], given: Sequence[str]) -> list[str]:
-    """The classes, in the order of their numbers: as given, or those of the training rows."""
-    if given:
-        if len(set(given)) < len(given) or len(given) < 2:
-            raise UserError(f"--labels {','.join(given)}: name two or more different classes")
-        return list(given)
-    found = {row.label for row in rows["train"]}
-    if len(found) < 2 or len(found) > MOST_CLASSES:
-        seen = ", ".join(sorted(found)[:5])
-        raise UserError(f"the training rows have {len(found):,} different labels ({seen} …): a column of classes?")
-    return sorted(found, key=int if all(name.isdigit() for name in found) else str)
-
-
-def number_labels(rows: list[Row], names: list[str], skips: Skips) -> list[tuple[tuple[str, ...], int]]:
-    """Examples with the number of their class; a label may be its name or its number."""
-    numbers = {name: i for i, name in enumerate(names)}
-    numbers |= {str(i): i for i in range(len(names)) if str(i) not in numbers}
-    kept = []
-    for row in rows:
-        if row.label in numbers:
-            kept.append((row.texts, numbers[row.label]))
-        else:
-            skips.add("with an unknown label", repr(row.label[:30]))
-    return kept
-
-
-Examples = list[tuple[tuple[str, ...], int]]
-
-
-def read_examples(files: list[SourceFile], columns: Sequence[str], given: Sequence[str]) -> tuple[
-    dict[str, Examples], list[str], Skips
-]:  # fmt: skip
-    """Examples by split, the names of the classes, and what was left out. Refused if half of a file is no use."""
-    skips, rows = Skips(), dict[str, list[Row]]()
-    for file in files:
-        before = sum(skips.counts.values())
-        found = list(read_rows(file, columns, skips))
-        if sum(skips.counts.values()) - before > len(found) or not found:
-            raise UserError(f"{file.path}: {len(found):,} usable rows; left out: {skips or 'none, the file is empty'}")
-        rows.setdefault(file.split, []).extend(found)
-    if len({len(row.texts) for part in rows.values() for row in part}) > 1:
-        raise UserError("some of the files have one text in a row, others two: prepare them apart")
-    names = label_names(rows, given)
-    examples = {split: number_labels(part, names, skips) for split, part in rows.items()}
-    for split, part in examples.items():
-        if 2 * len(part) < len(rows[split]):
-            seen = ", ".join(label for label, _ in Counter(row.label for row in rows[split]).most_common(5))
-            raise UserError(f"the labels of the {split} rows are {seen}; the classes are {', '.join(names)}")
-        if not part and split == "train":
-            raise UserError("no training row has a known label")
-    absent = set(range(len(names))) - {label for _, label in examples["train"]}
-    if absent:
-        raise UserError(f"no training row has the label {names[min(absent)]}: check --labels")
-    return examples, names, skips
+def write_labelled(
+    name: str, files: list[SourceFile], spec: str, labelling: Labelling, work: Path, held_out: float | None,
+    progress: Callable[[str, int, int], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Write the token files of labelled texts into `work`; returns their meta data."""
+    examples, names, skips = read_examples(files, labelling)
+    share = held_out or HELD_OUT
+    rules = Rules(drawn={split: share for split in ("test", "val") if split not in examples})
+    rules.given = {split: np.unique(example_hashes(examples[split])) for split in examples if split != "train"}
+    splits: dict[str, Examples] = {split: [] for split in SPLITS}
+    dropped = 0
+    for source, part in examples.items():
+        for example, split in zip(part, rules.splits_of(source, example_hashes(part)), strict=True):
+            if split:
+                splits[split].append(example)
+            else:
+                dropped += 1
+    if spec.startswith("bpe:"):
+        seen = (text for texts, _ in splits["train"] for text in texts)
+        write_atomic(work / TOKENIZER_FILE, train_bpe(seen, int(spec.partition(":")[2])).serialised)
+    encoder = load_tokenizer(spec, work)
+    dtype = np.uint16 if encoder.vocab_size <= 65_536 else np.uint32
+    counts, source_hash, done, total = {}, hashlib.sha256(), 0, sum(map(len, splits.values()))
+    for split, part in splits.items():
+        if not part:
+            raise UserError(f"the {split} split of {name} is empty: give more rows, or a file with --{split} PATH")
+        tokens, rows = encode(part, encoder, dtype)
+        (work / f"{split}.bin").write_bytes(tokens.tobytes())
+        np.save(work / f"{split}.rows.npy", rows)
+        size = sum(len(text.encode()) for texts, _ in part for text in texts)
+        counts[split] = {"documents": len(part), "tokens": len(tokens), "bytes": size,
+                         "labels": np.bincount(rows[:, 3], minlength=len(names)).tolist()}  # fmt: skip
+        for texts, label in part:
+            source_hash.update(f"{split}\0{label}\0".encode() + "\0".join(texts).encode())
+        for kind in ("bin", "rows.npy"):
+            fsync_file(work / f"{split}.{kind}")
+        done += len(part)
+        progress("tokenising", done, total)
+    meta = {
+        **make_meta(name, encoder, dtype, counts, rules.drawn, dropped, names_by_split(files), source_hash.hexdigest()),
+        "labels": names,
+        "template": asdict(encoder.template()),
+        "left_out": dict(skips.counts),
+        "left_out_shown": str(skips),
+    }
+    write_json(work / META_FILE, meta)
+    return meta
 
 
 def encode(examples: Examples, tokenizer: Tokenizer, dtype: type) -> tuple[np.ndarray, np.ndarray]:

@@ -16,15 +16,27 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oelm import encoders
-from oelm.data import labelled
-from oelm.data.sources import CORPORA, Piece, SourceFile, cut, documents, download, find_files, hash_texts
+from oelm.data.examples import Labelling
+from oelm.data.labelled import write_labelled
+from oelm.data.sources import (
+    CORPORA,
+    Piece,
+    SourceFile,
+    cut,
+    documents,
+    download,
+    find_files,
+    hash_texts,
+    names_by_split,
+)
+from oelm.data.splits import Rules
 from oelm.data.tokenizer import (
     TOKENIZER_FILE,
     EncoderTokenizer,
@@ -34,49 +46,17 @@ from oelm.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from oelm.data.tokens import META_FILE, SPLITS, data_root, read_meta
+from oelm.data.tokens import META_FILE, SPLITS, data_root, make_meta, read_meta
 from oelm.errors import UserError
 from oelm.files import disk_errors, fsync_file, fsync_folder, lock_file, write_atomic, write_json
 from oelm.machine import cores, leave_with_parent
 
 BPE_SAMPLE_BYTES = 48 << 20
 HELD_OUT_BYTES = 4 << 20
-LABELLED_SHARE = 0.1
-"""Of the training examples, for each split of labelled texts that has no file."""
 OUR_FILES = {*(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "rows.npy")), META_FILE, TOKENIZER_FILE}
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, bytes in all."""
-
-
-@dataclass
-class Rules:
-    """Which split a document belongs to. Pure in the document's content, so copies stay together."""
-
-    given: dict[str, np.ndarray] = field(default_factory=dict)
-    """Sorted content hashes of the documents in given val and test files."""
-    drawn: dict[str, float] = field(default_factory=dict)
-    """Share of the training documents to draw for the splits that were not given."""
-
-    def splits_of(self, source_split: str, hashes: np.ndarray) -> list[str]:
-        """The split of each document; "" for one that already stands in another split and is dropped here."""
-        splits = np.full(len(hashes), source_split, dtype=object)
-        if source_split == "train":
-            place, edge = hashes / 2.0**64, 0.0
-            for split, share in self.drawn.items():
-                splits[(edge <= place) & (place < edge + share)] = split
-                edge += share
-            splits[self._stand_in("test", hashes)] = ""
-        if source_split != "val":
-            splits[self._stand_in("val", hashes)] = ""
-        return splits.tolist()
-
-    def _stand_in(self, split: str, hashes: np.ndarray) -> np.ndarray:
-        known = self.given.get(split, np.empty(0, np.uint64))
-        if not len(known):
-            return np.zeros(len(hashes), dtype=bool)
-        at = np.searchsorted(known, hashes).clip(max=len(known) - 1)
-        return known[at] == hashes
 
 
 @dataclass
@@ -92,14 +72,6 @@ class PieceResult:
     dropped: int
     empty: int
     digest: bytes
-
-
-@dataclass(frozen=True)
-class Labelling:
-    """Files are tables of labelled texts. Empty fields are found out from them."""
-
-    labels: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
 
 
 def prepare(
@@ -152,7 +124,7 @@ def prepare(
         if encoder:
             write_atomic(work / TOKENIZER_FILE, encoder_tokenizer(encoder).serialised)
         if labelling:
-            meta = _write_labelled(name, files, spec, labelling, work, held_out, progress)
+            meta = write_labelled(name, files, spec, labelling, work, held_out, progress)
         else:
             meta = _write_tokens(name, files, spec, work, workers or cores(), held_out, progress)
         shutil.rmtree(work / "download", ignore_errors=True)
@@ -199,7 +171,7 @@ def _write_tokens(
             )
         fsync_file(work / f"{split}.bin")
     meta = {
-        **_meta(name, encoder, np.dtype(dtype).name, counts, rules, dropped, files, source.hexdigest()),
+        **make_meta(name, encoder, dtype, counts, rules.drawn, dropped, names_by_split(files), source.hexdigest()),
         "empty_documents": empty,
     }
     write_json(work / META_FILE, meta)
@@ -209,74 +181,6 @@ def _write_tokens(
 def _encoder_folder(spec: str) -> Path | None:
     """Where an encoder's tokenizer lies, if `spec` names an encoder."""
     return None if spec in ("gpt2", "bytes") or ":" in spec.removeprefix("package:") else encoders.with_tokenizer(spec)
-
-
-def _write_labelled(
-    name: str, files: list[SourceFile], spec: str, labelling: Labelling, work: Path, held_out: float | None,
-    progress: Progress,
-) -> dict[str, Any]:  # fmt: skip
-    """Token files of labelled texts (oelm.data.labelled)."""
-    examples, names, skips = labelled.read_examples(files, labelling.columns, labelling.labels)
-    share = held_out or LABELLED_SHARE
-    rules = Rules(drawn={split: share for split in ("test", "val") if split not in examples})
-    rules.given = {split: np.unique(labelled.example_hashes(examples[split])) for split in examples if split != "train"}
-    splits: dict[str, labelled.Examples] = {split: [] for split in SPLITS}
-    dropped = 0
-    for source, part in examples.items():
-        for example, split in zip(part, rules.splits_of(source, labelled.example_hashes(part)), strict=True):
-            if split:
-                splits[split].append(example)
-            else:
-                dropped += 1
-    if spec.startswith("bpe:"):
-        seen = (text for texts, _ in splits["train"] for text in texts)
-        write_atomic(work / TOKENIZER_FILE, train_bpe(seen, int(spec.partition(":")[2])).serialised)
-    encoder = load_tokenizer(spec, work)
-    dtype = np.uint16 if encoder.vocab_size <= 65_536 else np.uint32
-    counts, source_hash, done, total = {}, hashlib.sha256(), 0, sum(map(len, splits.values()))
-    for split, part in splits.items():
-        if not part:
-            raise UserError(f"the {split} split of {name} is empty: give more rows, or a file with --{split} PATH")
-        tokens, rows = labelled.encode(part, encoder, dtype)
-        (work / f"{split}.bin").write_bytes(tokens.tobytes())
-        np.save(work / f"{split}.rows.npy", rows)
-        size = sum(len(text.encode()) for texts, _ in part for text in texts)
-        counts[split] = {"documents": len(part), "tokens": len(tokens), "bytes": size,
-                         "labels": np.bincount(rows[:, 3], minlength=len(names)).tolist()}  # fmt: skip
-        for texts, label in part:
-            source_hash.update(f"{split}\0{label}\0".encode() + "\0".join(texts).encode())
-        for kind in ("bin", "rows.npy"):
-            fsync_file(work / f"{split}.{kind}")
-        done += len(part)
-        progress("tokenising", done, total)
-    meta = {
-        **_meta(name, encoder, np.dtype(dtype).name, counts, rules, dropped, files, source_hash.hexdigest()),
-        "labels": names,
-        "template": asdict(encoder.template()),
-        "left_out": dict(skips.counts),
-        "left_out_shown": str(skips),
-    }
-    write_json(work / META_FILE, meta)
-    return meta
-
-
-def _meta(
-    name: str, encoder: Tokenizer, dtype: str, counts: dict[str, Any], rules: Rules, dropped: int,
-    files: list[SourceFile], source_hash: str,
-) -> dict[str, Any]:  # fmt: skip
-    return {
-        "name": name,
-        "tokenizer": encoder.name,
-        "tokenizer_hash": encoder.hash,
-        "vocab_size": encoder.vocab_size,
-        "end_of_text": encoder.end_of_text,
-        "dtype": dtype,
-        "splits": counts,
-        "drawn_from_train": rules.drawn,
-        "dropped_from_train_or_test": dropped,
-        "files": {split: sorted({f.path.name for f in files if f.split == split})[:20] for split in SPLITS},
-        "source_hash": source_hash,
-    }
 
 
 def _shares(sizes: dict[str, int], held_out: float | None) -> dict[str, float]:

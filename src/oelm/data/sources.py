@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from oelm.data.tokenizer import END_OF_TEXT
+from oelm.data.tokens import SPLITS
 from oelm.errors import UserError, nearest
 
 PIECE_BYTES = 4 << 20
@@ -91,6 +92,12 @@ def find_files(name: str, given: list[Path], placed: Mapping[str, list[Path]] | 
     if name not in CORPORA:
         raise UserError(f"unknown data set {name}: {nearest(name, CORPORA)}; for your own text add --from PATH")
     return []
+
+
+def names_by_split(files: list[SourceFile]) -> dict[str, list[str]]:
+    """File names for the meta data, twenty of a split at most."""
+    found = {split: sorted({file.path.name for file in files if file.split == split}) for split in SPLITS}
+    return {split: names[:20] for split, names in found.items()}
 
 
 def cut(file: SourceFile) -> list[Piece]:

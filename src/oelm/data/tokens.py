@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from oelm.data.tokenizer import Tokenizer
 from oelm.errors import UserError, nearest
 
 SPLITS = ("train", "val", "test")
@@ -41,6 +42,26 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
         raise UserError(f"no right to read {path}: ask its owner") from None
     except (OSError, ValueError, AssertionError, KeyError, TypeError):
         raise UserError(f"{path} is damaged: run oelm prepare again with --force") from None
+
+
+def make_meta(
+    name: str, encoder: Tokenizer, dtype: type, counts: dict[str, Any], drawn: dict[str, float], dropped: int,
+    files: dict[str, list[str]], source_hash: str,
+) -> dict[str, Any]:  # fmt: skip
+    """What is written about a folder's tokens, for text and labelled texts alike."""
+    return {
+        "name": name,
+        "tokenizer": encoder.name,
+        "tokenizer_hash": encoder.hash,
+        "vocab_size": encoder.vocab_size,
+        "end_of_text": encoder.end_of_text,
+        "dtype": np.dtype(dtype).name,
+        "splits": counts,
+        "drawn_from_train": drawn,
+        "dropped_from_train_or_test": dropped,
+        "files": files,
+        "source_hash": source_hash,
+    }
 
 
 @dataclass(frozen=True)
