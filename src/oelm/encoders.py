@@ -127,4 +127,7 @@ def longest(arch: str) -> int:
     """Tokens that an encoder has positions for; some of RoBERTa's are not for tokens."""
     found = settings_of(arch)
     spare = 2 if str(found.get("model_type", "")).endswith("roberta") else 0
-    return int(found.get("max_position_embeddings", 512)) - spare
+    positions = found.get("max_position_embeddings", 512)
+    if not isinstance(positions, int) or positions <= spare:
+        raise UserError(f"arch {arch}: its {CONFIG_FILE} says max_position_embeddings {positions!r}")
+    return positions - spare

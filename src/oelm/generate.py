@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +20,15 @@ from oelm.train.distributed import pick_device
 from oelm.train.folder import RunFolder
 
 
-def load_run(run: Path, which: str, device: str, warn: Callable[[str], None]) -> tuple[nn.Module, Tokenizer]:
+@dataclass(frozen=True)
+class LoadedRun:
+    model: nn.Module
+    tokenizer: Tokenizer
+    data: dict[str, Any]
+    """What the checkpoint knows of the data that it was trained on."""
+
+
+def load_run(run: Path, which: str, device: str, warn: Callable[[str], None]) -> LoadedRun:
     """The model of a run folder at its best, last or a named checkpoint, with its tokenizer."""
     folder = RunFolder(run)
     config = folder.config()
@@ -34,7 +44,7 @@ def load_run(run: Path, which: str, device: str, warn: Callable[[str], None]) ->
         ) from None
     if freeze.fingerprint(model, frozen) != found.state.get("frozen_hash"):
         raise UserError(f"{folder.frozen} is damaged: its frozen parameters are not those of the run")
-    return model.to(pick_device(device)).eval(), _tokenizer_of(folder, found)
+    return LoadedRun(model.to(pick_device(device)).eval(), _tokenizer_of(folder, found), found.state["data"])
 
 
 def _skeleton(folder: RunFolder, config: RunConfig) -> nn.Module:
@@ -43,7 +53,9 @@ def _skeleton(folder: RunFolder, config: RunConfig) -> nn.Module:
         return skeleton(config)
     try:
         settings = json.loads(folder.encoder.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        assert isinstance(settings, dict)
+        assert settings
+    except (OSError, ValueError, AssertionError):
         raise UserError(f"{folder.encoder} is missing or damaged: the run cannot be loaded without it") from None
     return empty_encoder(config, settings)
 

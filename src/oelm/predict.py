@@ -10,9 +10,9 @@ from typing import Any, TextIO
 
 import torch
 
-from oelm.data.examples import TEXT_COLUMNS, Skips, records
+from oelm.data.examples import TEXT_COLUMNS, Skips, check_columns, is_text, records
 from oelm.data.sources import SourceFile, format_of
-from oelm.data.tokenizer import Template, Tokenizer
+from oelm.data.tokenizer import Template
 from oelm.errors import UserError
 from oelm.generate import load_run
 from oelm.train.classify import class_logits, pad
@@ -39,16 +39,23 @@ class Classifier:
         self.config = folder.config()
         if not self.config.labels:
             raise UserError(f"{run} is a language model: let it speak with oelm generate")
-        self.model, tokenizer = load_run(run, which, device, lambda line: print(line, file=sys.stderr))
-        self.tokenizer: Tokenizer = tokenizer
-        self.template: Template = tokenizer.template()
-        names = folder.read_data().get("labels") or []
-        self.labels = [str(name) for name in names] or [str(i) for i in range(self.config.labels)]
+        loaded = load_run(run, which, device, lambda line: print(line, file=sys.stderr))
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        try:
+            self.template, self.pair = Template(**loaded.data["template"]), bool(loaded.data["pair"])
+            self.labels = [str(name) for name in loaded.data["labels"]]
+            assert len(self.labels) == self.config.labels
+        except (KeyError, TypeError, AssertionError):
+            raise UserError(f"the checkpoint in {run} does not say what its classes are") from None
         self.device = next(self.model.parameters()).device
 
     @torch.inference_mode()
     def answer(self, texts: Sequence[Sequence[str]]) -> list[Answer]:
-        """The classes of some texts, or pairs of texts."""
+        """The classes of some texts, or pairs of texts, as the run was trained on."""
+        if any(len(some) != 1 + self.pair for some in texts):
+            raise UserError(
+                f"the run was trained on {'pairs of texts' if self.pair else 'single texts'}: give it those"
+            )
         examples = [
             self.template.join([self.tokenizer.encode_array(text) for text in some], self.config.seq_len)
             for some in texts
@@ -66,10 +73,15 @@ def predict_file(classifier: Classifier, path: Path, columns: Sequence[str], out
     skips = Skips()
     if not path.is_file():
         raise UserError(f"no such file: {path}")
+    check_columns(columns, label=False)
+    answered = 0
     rows = _texts(path, columns, skips)
     while some := list(islice(rows, BATCH)):
         for (record, _), answer in zip(some, classifier.answer([texts for _, texts in some]), strict=True):
-            out.write(json.dumps({**record, **answer.as_json()}, ensure_ascii=False) + "\n")
+            out.write(json.dumps({**record, **answer.as_json()}, ensure_ascii=False, default=str) + "\n")
+            answered += 1
+    if not answered:
+        raise UserError(f"no row of {path} could be answered{f'; left out: {skips}' if skips.counts else ''}")
     return skips
 
 
@@ -78,14 +90,15 @@ def _texts(path: Path, columns: Sequence[str], skips: Skips) -> Iterator[tuple[d
     for number, record in records(SourceFile(path, "test", format_of(path)), skips):
         names = names or _text_columns(path, record)
         texts = [record.get(name) for name in names]
-        if all(isinstance(text, str) and text.strip() for text in texts):
+        if all(isinstance(text, str) and text.strip() and is_text(text) for text in texts):
+            record.pop(None, None)  # type: ignore[call-overload]  # fields beyond the columns
             yield record, [str(text).strip() for text in texts]
         else:
-            skips.add("with an empty or missing text", f"{path.name}, row {number}")
+            skips.add("with an empty, missing or undecodable text", f"{path.name}, row {number}")
 
 
 def _text_columns(path: Path, record: Iterable[str]) -> list[str]:
     found = next((names for names in TEXT_COLUMNS if all(name in record for name in names)), None)
     if found is None:
-        raise UserError(f"{path} has the columns {', '.join(record)}: name those of the texts with --columns")
+        raise UserError(f"{path} has the columns {', '.join(map(str, record))}: name those of the texts with --columns")
     return list(found)

@@ -156,11 +156,89 @@ def test_a_batch_has_examples_of_like_length():
     assert padded < 1.1 * lengths.sum()  # in any order it would be about 1.8 times
 
 
-def test_damaged_rows_are_refused(tmp_path):
-    prepared(tmp_path, make_rows(90))
-    path = tmp_path / "out/val.rows.npy"
-    rows = np.load(path)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('text,label\n"never closed,a\nx,b\ny,a\n', "unexpected end of data"),
+        ("text,label,text\nx,a,y\n", "two columns of one name"),
+        ("text,label\n", "0 usable rows; left out: none, it is empty"),
+    ],
+)
+def test_a_csv_file_that_could_be_misread_is_refused(tmp_path, text, message):
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        prepare("x", [], "bytes", tmp_path / "out", labelling=Labelling(), placed={"train": [path]})
+
+
+def test_a_row_with_a_comma_too_many_is_left_out(tmp_path):
+    lines = [f"{row['hypothesis']},{row['label']}" for row in make_rows(60)]
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n" + "\n".join([*lines, "first, second,odd"]) + "\n")
+    meta = prepare("x", [], "bytes", tmp_path / "out", labelling=Labelling(), placed={"train": [path]})
+    assert meta["left_out"] == {"with too many columns": 1}
+
+
+def test_numbers_stand_for_classes_only_where_their_order_was_said(tmp_path):
+    rows = make_rows(90)
+    source = write_rows(tmp_path / "a.jsonl", rows)
+    numbered = [{**row, "premise": f"{row['premise']} again", "label": LABELS.index(row["label"])} for row in rows]
+    test = write_rows(tmp_path / "b.jsonl", numbered)
+    places = {"train": [source], "test": [test]}
+    with pytest.raises(UserError, match="the labels of the test rows are 0, 1, 2; the classes are odd, other, same"):
+        prepare("x", [], "bytes", tmp_path / "out", labelling=Labelling(), placed=places)
+    prepare("x", [], "bytes", tmp_path / "out", labelling=Labelling(LABELS), placed=places)
+    assert [label for *_, label in texts(tmp_path / "out", "test")] == [row["label"] for row in rows]
+
+
+@pytest.mark.parametrize("value", [float("nan"), None, [1], {"a": 1}, ""])
+def test_what_is_no_label_is_none(tmp_path, value):
+    rows = [*make_rows(60), {"premise": "a", "hypothesis": "b", "label": value}]
+    assert prepared(tmp_path, rows, labels=())["left_out"] == {"without a label": 1}
+
+
+def test_one_and_one_point_zero_are_the_same_label(tmp_path):
+    rows = [{"text": row["hypothesis"], "label": (1, 1.0, True, 0)[i % 4]} for i, row in enumerate(make_rows(80))]
+    assert prepared(tmp_path, rows, labels=())["labels"] == ["0", "1"]
+
+
+@pytest.mark.parametrize("columns", [("label",), ("a", "b", "c", "label"), ("premise", "premise", "label")])
+def test_columns_are_one_text_or_two_and_a_label(tmp_path, columns):
+    source = write_rows(tmp_path / "a.jsonl", make_rows(60))
+    with pytest.raises(UserError, match="name one text or two, then the label"):
+        prepare("x", [], "bytes", tmp_path / "out", labelling=Labelling((), columns), placed={"train": [source]})
+
+
+def cut_rows(folder):
+    rows = np.load(folder / "val.rows.npy")
+    np.save(folder / "val.rows.npy", rows[:-1])
+
+
+def other_class(folder):
+    rows = np.load(folder / "val.rows.npy")
     rows[0, 3] = 7
-    np.save(path, rows)
-    with pytest.raises(UserError, match=r"val\.rows\.npy is damaged"):
+    np.save(folder / "val.rows.npy", rows)
+
+
+def not_numpy(folder):
+    (folder / "val.rows.npy").write_bytes(b"PK nonsense")
+
+
+def with_meta(key, value=None):
+    def change(folder):
+        meta = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps({**meta, key: value}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut_rows, other_class, not_numpy, with_meta("template"), with_meta("labels", ["a", "a", "b"]),
+     with_meta("pair", "yes"), with_meta("template", {"start": [], "between": [999], "end": [1], "pad": 0})],
+)  # fmt: skip
+def test_damaged_data_are_refused(tmp_path, damage):
+    prepared(tmp_path, make_rows(90))
+    damage(tmp_path / "out")
+    with pytest.raises(UserError, match="is damaged: run oelm prepare again"):
         open_labelled("", str(tmp_path / "out"))

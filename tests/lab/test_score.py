@@ -133,3 +133,20 @@ def test_a_plan_goes_on_at_the_learning_rate_of_the_best_accuracy(tmp_path):
         summary = {"state": "finished", "final_val_loss": loss, "final_val_accuracy": accuracy}
         run.folder.summary.write_text(json.dumps(summary))
     assert choice.best().settings["max_lr"] == 2e-3
+
+
+def test_answers_that_are_not_the_summarys_put_a_run_aside(tmp_path):
+    make_arms(tmp_path, baseline=(2_100, 2_103, 2_097), oelm_v2=(2_094, 2_100, 2_088))
+    np.save(tmp_path / "oelm_v2_2/test_answers.npy", answers(3_000))
+    (tmp_path / "oelm_v2_3/test_answers.npy").unlink()
+    assert set(load_study(tmp_path).damaged) == {"oelm_v2_2", "oelm_v2_3"}
+
+
+def test_with_a_hundred_examples_nothing_is_decided(tmp_path):
+    few = {**NLI, "examples": {"train": 9, "val": 9, "test": 100}}
+    for arm in ("baseline", "oelm_v2"):  # the same answers in every seed: no spread at all
+        for seed in (1, 2, 3):
+            make_run(tmp_path, f"{arm}_{seed}", arm, seed, answers=answers(2_100)[::30], data=few)
+    found = reach_verdict(load_study(tmp_path))
+    assert found.arms == {"oelm_v2": "INCONCLUSIVE"}
+    assert "few_examples" in {threat.kind for threat in found.threats}

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import shutil
 
 import pytest
 import torch
@@ -139,6 +140,34 @@ def test_an_encoder_that_is_not_whole_is_refused(encoder, tmp_path):
               metadata={"format": "pt"})  # fmt: skip
     with pytest.raises(UserError, match=r"its weights lack bert.encoder.layer.1.attention"):
         arm(folder, "baseline")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_hidden_layers": 1}, r"its weights have .*layer\.1.*, which its config\.json does not speak of"),
+        ({"hidden_act": "no such"}, "no such"),
+        ({"model_type": "no such"}, "no such"),
+        ({"max_position_embeddings": None}, "says max_position_embeddings None"),
+        ({"quantization_config": {"bits": 8}}, "quantised"),
+    ],
+)
+def test_an_encoder_whose_config_is_not_its_own_is_refused_in_one_line(encoder, tmp_path, settings, message):
+    folder = tmp_path / "odd"
+    shutil.copytree(encoder, folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, **settings}))
+    with pytest.raises(UserError, match=message) as error:
+        arm(folder, "baseline")
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_weights_are_refused(encoder, tmp_path):
+    shutil.copytree(encoder, tmp_path / "cut")
+    weights = tmp_path / "cut/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        arm(tmp_path / "cut", "baseline")
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_a_file_is_prepared_on_the_way(oelm, encoder, tmp_path, monkeypatch):
     [
         (("--labels", 2), "has 3: same, other, odd"),
         (("--batch_size", 1000), "fewer than the 1000 of a step"),
+        (("--seq_len", 4), "an example takes 5 at least"),
         (("--dataset", "jsonl:nowhere.jsonl", "--data_path", ""), "no such file"),
     ],
 )
@@ -177,6 +178,8 @@ def test_predict_says_what_the_run_would(oelm, train, tmp_path):
     result = oelm("predict", tmp_path / "run", "--from", rows)
     told = [json.loads(line) for line in result.out.splitlines()]
     assert [row["answer"] for row in told] == [row["label"] for row in make_rows(9, seed=5)]
-    assert "left out: 1 with an empty or missing text" in result.err
+    assert "left out: 1 with an empty, missing or undecodable text" in result.err
     assert "give --premise" in oelm("predict", tmp_path / "run").err
+    assert "trained on pairs of texts" in oelm("predict", tmp_path / "run", "--text", "a cat").err
+    assert "the text is empty" in oelm("predict", tmp_path / "run", "--premise", "a", "--hypothesis", " ").err
     assert "is a classifier" in oelm("generate", tmp_path / "run").err

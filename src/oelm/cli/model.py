@@ -185,8 +185,13 @@ def predict_verb(parser: Parser) -> None:
 def _predict(options: argparse.Namespace) -> None:
     if (options.first is None) == (options.source is None) or (options.second and options.first is None):
         raise UserError("give --premise (and --hypothesis), or --text, or a file with --from")
-    if options.first is not None and not (options.first.strip() and (options.second or "x").strip()):
+    from oelm.data.examples import is_text
+
+    texts = [text for text in (options.first, options.second) if text is not None]
+    if not all(text.strip() for text in texts):
         raise UserError("the text is empty")
+    if not all(is_text(text) for text in texts):
+        raise UserError("the text is not in UTF-8")
     from oelm.predict import Classifier, predict_file
 
     classifier = Classifier(options.run_dir, options.checkpoint, options.device)
@@ -196,7 +201,7 @@ def _predict(options: argparse.Namespace) -> None:
         if skips.counts:
             print(f"left out: {skips}", file=sys.stderr)
         return
-    (answer,) = classifier.answer([[text for text in (options.first, options.second) if text]])
+    (answer,) = classifier.answer([texts])
     if options.json:
         print(json.dumps(answer.as_json(), ensure_ascii=False))
         return
@@ -239,9 +244,8 @@ def _generate(options: argparse.Namespace) -> None:
     from oelm.model.gpt import GPT
     from oelm.model.sample import sample
 
-    model, tokenizer = load_run(
-        options.run_dir, options.checkpoint, options.device, lambda line: print(line, file=sys.stderr)
-    )
+    loaded = load_run(options.run_dir, options.checkpoint, options.device, lambda line: print(line, file=sys.stderr))
+    model, tokenizer = loaded.model, loaded.tokenizer
     if not isinstance(model, GPT):
         raise UserError(f"{options.run_dir} is a classifier: ask it with oelm predict")
     prompt = [tokenizer.end_of_text, *tokenizer.encode(options.prompt)]

@@ -15,7 +15,7 @@ from oelm.errors import UserError
 TEXT_COLUMNS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("question", "sentence"), ("text",),
                 ("sentence",))  # fmt: skip
 LABEL_COLUMNS = ("label", "gold_label")
-MOST_CLASSES = 1_000
+MOST_CLASSES, LONGEST_LABEL = 1_000, 100
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,13 @@ def read_rows(file: SourceFile, columns: Sequence[str], skips: Skips) -> Iterato
                 raise UserError(f"{file.path} has no column {_first_missing(names, record)}, only: {_shown(record)}")
             skips.add("without all columns", where)
             continue
-        *texts, label = (record[name] for name in names)
-        label = "" if label is None else str(label).strip()
-        if not all(isinstance(text, str) and text.strip() for text in texts):
+        *texts, value = (record[name] for name in names)
+        label = _label(value)
+        if None in record:  # more fields than columns: which is which is not known
+            skips.add("with too many columns", where)
+        elif not all(isinstance(text, str) and text.strip() for text in texts):
             skips.add("with an empty text", where)
-        elif any(_not_text(text) for text in (*texts, label)):
+        elif not all(is_text(text) for text in (*texts, label)):
             skips.add("not in UTF-8", where)
         elif not label:
             skips.add("without a label", where)
@@ -90,11 +92,29 @@ def records(file: SourceFile, skips: Skips) -> Iterator[tuple[int, dict[str, Any
             return
         csv.field_size_limit(1 << 27)
         tabs = file.format == "tsv"
-        reader = csv.DictReader(source, delimiter="\t" if tabs else ",", quoting=csv.QUOTE_NONE if tabs else 0)
+        quoting: Any = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+        reader = csv.DictReader(source, delimiter="\t" if tabs else ",", quoting=quoting, strict=True)
         try:
+            names = reader.fieldnames or []
+            if len(set(names)) < len(names):
+                raise UserError(f"{file.path} has two columns of one name: {_shown(dict.fromkeys(names))}")
             yield from enumerate(reader, 1)
         except csv.Error as error:
             raise UserError(f"{file.path}, line {reader.line_num}: {error}") from None
+
+
+def _label(value: Any) -> str:
+    """The text of a label; "" for what is none."""
+    if isinstance(value, bool | int) or (isinstance(value, float) and value.is_integer()):
+        return str(int(value))
+    return value.strip() if isinstance(value, str) else ""
+
+
+def check_columns(columns: Sequence[str], label: bool) -> None:
+    """One text or two, and the label where there is one."""
+    texts = len(columns) - label
+    if columns and (not 1 <= texts <= 2 or len(set(columns)) < len(columns)):
+        raise UserError(f"--columns {','.join(columns)}: name one text or two{', then the label' if label else ''}")
 
 
 def _find_columns(path: Path, record: dict[str, Any]) -> tuple[str, ...]:
@@ -116,12 +136,13 @@ def _first_missing(names: Sequence[str], record: dict[str, Any]) -> str:
     return next(name for name in names if name not in record)
 
 
-def _not_text(text: str) -> bool:
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return True
-    return False
+        return False
+    return True
 
 
 def label_names(rows: dict[str, list[Row]], given: Sequence[str]) -> list[str]:
@@ -134,13 +155,21 @@ def label_names(rows: dict[str, list[Row]], given: Sequence[str]) -> list[str]:
     if len(found) < 2 or len(found) > MOST_CLASSES:
         seen = ", ".join(sorted(found)[:5])
         raise UserError(f"the training rows have {len(found):,} different labels ({seen} …): a column of classes?")
-    return sorted(found, key=int if all(name.isdigit() for name in found) else str)
+    odd = next((name for name in found if not name.isprintable() or len(name) > LONGEST_LABEL), None)
+    if odd is not None:
+        raise UserError(f"the label {odd[:LONGEST_LABEL]!r} is no name of a class")
+    return sorted(found, key=int if all(_is_number(name) for name in found) else str)
 
 
-def number_labels(rows: list[Row], names: list[str], skips: Skips) -> list[tuple[tuple[str, ...], int]]:
-    """Examples with the number of their class; a label may be its name or its number."""
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit()
+
+
+def number_labels(rows: list[Row], names: list[str], ordered: bool, skips: Skips) -> "Examples":
+    """Examples with the number of their class; a label is its name or, if the order was given, its number."""
     numbers = {name: i for i, name in enumerate(names)}
-    numbers |= {str(i): i for i in range(len(names)) if str(i) not in numbers}
+    if ordered and not any(_is_number(name) for name in names):
+        numbers |= {str(i): i for i in range(len(names))}
     kept = []
     for row in rows:
         if row.label in numbers:
@@ -155,17 +184,18 @@ Examples = list[tuple[tuple[str, ...], int]]
 
 def read_examples(files: list[SourceFile], labelling: Labelling) -> tuple[dict[str, Examples], list[str], Skips]:
     """Examples by split, the names of the classes, and what was left out. Refused if half of a file is no use."""
+    check_columns(labelling.columns, label=True)
     skips, rows = Skips(), dict[str, list[Row]]()
     for file in files:
         before = sum(skips.counts.values())
         found = list(read_rows(file, labelling.columns, skips))
         if sum(skips.counts.values()) - before > len(found) or not found:
-            raise UserError(f"{file.path}: {len(found):,} usable rows; left out: {skips or 'none, the file is empty'}")
+            raise UserError(f"{file.path}: {len(found):,} usable rows; left out: {str(skips) or 'none, it is empty'}")
         rows.setdefault(file.split, []).extend(found)
     if len({len(row.texts) for part in rows.values() for row in part}) > 1:
         raise UserError("some of the files have one text in a row, others two: prepare them apart")
     names = label_names(rows, labelling.labels)
-    examples = {split: number_labels(part, names, skips) for split, part in rows.items()}
+    examples = {split: number_labels(part, names, bool(labelling.labels), skips) for split, part in rows.items()}
     for split, part in examples.items():
         if 2 * len(part) < len(rows[split]):
             seen = ", ".join(label for label, _ in Counter(row.label for row in rows[split]).most_common(5))

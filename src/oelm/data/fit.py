@@ -58,6 +58,9 @@ def open_fitting(config: RunConfig, vocab_is_set: bool = False) -> tuple[RunConf
     if encoders.is_pretrained(config.arch):
         _check_tokenizer(config.arch, data)
     check_data(data, 1, config.vocab_size)
+    least = found.template.length(found.pair) + 1 + found.pair
+    if config.seq_len < least:
+        raise UserError(f"seq_len {config.seq_len}: with its special tokens an example takes {least} at least")
     examples, per_step = len(found.rows["train"]), config.windows_per_step
     if examples < per_step:
         raise UserError(f"{data.folder} has {examples} training examples, fewer than the {per_step} of a step")

@@ -71,6 +71,7 @@ def write_labelled(
     meta = {
         **make_meta(name, encoder, dtype, counts, rules.drawn, dropped, names_by_split(files), source_hash.hexdigest()),
         "labels": names,
+        "pair": len(splits["train"][0][0]) == 2,
         "template": asdict(encoder.template()),
         "left_out": dict(skips.counts),
         "left_out_shown": str(skips),
@@ -102,6 +103,8 @@ def example_hashes(examples: Examples) -> np.ndarray:
 class LabelledData(TokenData):
     rows: dict[str, np.ndarray]
     template: Template
+    pair: bool
+    """Two texts in an example."""
 
     @property
     def labels(self) -> list[str]:
@@ -111,13 +114,13 @@ class LabelledData(TokenData):
     def identity(self) -> dict[str, Any]:
         digests = {split: hashlib.sha256(rows.tobytes()).hexdigest()[:16] for split, rows in self.rows.items()}
         examples = {split: len(rows) for split, rows in self.rows.items()}
-        return {**super().identity(), "labels": self.labels, "rows": digests, "examples": examples}
+        more = {"labels": self.labels, "rows": digests, "examples": examples, "pair": self.pair}
+        return {**super().identity(), **more, "template": asdict(self.template)}
 
     def lengths(self, split: str, seq_len: int) -> np.ndarray:
         """Tokens of each example in the model, special ones included."""
         rows = self.rows[split]
-        special = self.template.length(pair=True) if (rows[:, 1] < rows[:, 2]).any() else self.template.length(False)
-        return np.minimum(rows[:, 2] - rows[:, 0] + special, seq_len)
+        return np.minimum(rows[:, 2] - rows[:, 0] + self.template.length(self.pair), seq_len)
 
     def fullness(self, seq_len: int) -> float:
         return float(self.lengths("train", seq_len).mean()) / seq_len
@@ -129,7 +132,7 @@ class LabelledData(TokenData):
     def example(self, split: str, index: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         start, middle, end, _ = self.rows[split][index]
         tokens = self.splits[split]
-        texts = [tokens[start:middle]] + ([tokens[middle:end]] if middle < end else [])
+        texts = [tokens[start:middle]] + ([tokens[middle:end]] if self.pair else [])
         return self.template.join(texts, seq_len)
 
 
@@ -138,23 +141,33 @@ def open_labelled(dataset: str, data_path: str = "") -> LabelledData | None:
     data = open_data(dataset, data_path)
     if not data.meta or "labels" not in data.meta:
         return None
+    try:
+        labels, template, pair = data.meta["labels"], Template(**data.meta["template"]), data.meta["pair"]
+        assert len({name for name in labels if isinstance(name, str)}) == len(labels) >= 2
+        assert isinstance(pair, bool)
+        special = [*template.start, *template.between, *template.end, template.pad]
+        assert all(isinstance(token, int) and 0 <= token < data.meta["vocab_size"] for token in special)
+    except (AssertionError, TypeError, KeyError):
+        raise UserError(f"{data.folder / META_FILE} is damaged: run oelm prepare again with --force") from None
+    if data.tokenizer not in ("gpt2", "bytes") and not (data.folder / TOKENIZER_FILE).is_file():
+        raise UserError(f"{data.folder / TOKENIZER_FILE} is missing: run oelm prepare again with --force")
     rows = {}
     for split in SPLITS:
         path = data.folder / f"{split}.rows.npy"
         try:
             found = np.load(path, allow_pickle=False)
-            assert found.shape == (len(found), 4)
+            assert found.shape == (data.meta["splits"][split]["documents"], 4)
             assert found.dtype == np.int64
             assert (np.diff(found[:, :3]) >= 0).all()
             assert found.min() >= 0
             assert found[:, 2].max() <= len(data.splits[split])
-            assert found[:, 3].max() < len(data.meta["labels"])
+            assert np.bincount(found[:, 3], minlength=len(labels)).tolist() == data.meta["splits"][split]["labels"]
         except FileNotFoundError:
             raise UserError(f"{path} is missing: run oelm prepare again") from None
-        except (OSError, ValueError, EOFError, AssertionError):
+        except Exception:  # whatever numpy makes of a file that is not one of its own
             raise UserError(f"{path} is damaged: run oelm prepare again with --force") from None
         rows[split] = found
-    return LabelledData(data.folder, data.meta, data.splits, rows, Template(**data.meta["template"]))
+    return LabelledData(data.folder, data.meta, data.splits, rows, template, pair)
 
 
 class BucketOrder:

@@ -75,6 +75,6 @@ def show_meta(meta: dict[str, Any], out: Path | None) -> None:
     if "labels" in meta:
         for i, label in enumerate(meta["labels"]):
             counts = ", ".join(f"{split} {meta['splits'][split]['labels'][i]:,}" for split in SPLITS)
-            console.print(f"label {i} = {label}: {counts}")
+            console.print(f"label {i} = {label}: {counts}", markup=False)
         if meta["left_out"]:
-            console.print(f"left out: {meta['left_out_shown']}")
+            console.print(f"left out: {meta['left_out_shown']}", markup=False)

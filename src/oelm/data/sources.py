@@ -238,7 +238,7 @@ def _parquet_documents(piece: Piece) -> Iterator[str]:
 
 _SPLIT_WORDS = {"train": "train", "valid": "val", "validation": "val", "val": "val", "dev": "val", "test": "test"}
 _FORMATS = {".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",
-            ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}  # fmt: skip
+            ".json": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}  # fmt: skip
 _WHOLE_FILES = {".py", ".md", ".rst", ".c", ".h", ".tex"}
 
 

@@ -156,6 +156,7 @@ class EncoderTokenizer(Tokenizer):
         self._tokenizer = HfTokenizer.from_str(serialised)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # written out in a text, they are text
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.hash = hashlib.sha256(serialised.encode()).hexdigest()
         self.end_of_text = self.template().end[-1]

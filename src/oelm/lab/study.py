@@ -6,6 +6,7 @@ learning rate and the seed.
 """
 
 import math
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from oelm.arms import ARMS
 from oelm.config import ARM_KEYS, OPERATIONAL, RunConfig
 from oelm.errors import UserError
 from oelm.lab.plan import LEAST_CRITERION, MOST_CRITERION, Plan, left_plans
-from oelm.lab.score import PERPLEXITY, Score, score_of
+from oelm.lab.score import ACCURACY, PERPLEXITY, Score, score_of
 from oelm.lab.status import LabWatcher, RunStatus
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
@@ -116,13 +117,15 @@ class Run:
 
     @cached_property
     def answers(self) -> np.ndarray | None:
-        """Rows (label, answer) on the test split."""
+        """Rows (label, answer) on the test split; None if they are not those of the summary."""
         try:
             rows = np.load(self.folder.answers, allow_pickle=False)
-        except (OSError, ValueError, EOFError):
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
             return None
-        whole = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1] == 2 and rows.dtype.kind == "i"
-        return rows if whole and ((rows >= 0) & (rows < self.config.labels)).all() else None
+        whole = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1:] == (2,) and rows.dtype.kind == "i"
+        if not whole or not len(rows) or not ((rows >= 0) & (rows < self.config.labels)).all():
+            return None
+        return rows if abs((rows[:, 0] == rows[:, 1]).mean() - self.summary.get("test_accuracy", -1)) < 1e-9 else None
 
     def fault(self) -> str:
         """Why a finished run cannot be believed, in words; "" if nothing speaks against it."""
@@ -135,6 +138,10 @@ class Run:
         for key in needed:
             if not _is_number(self.summary.get(key)):
                 return f"summary.json: {key} is {self.summary.get(key)!r}"
+        if self.measure is ACCURACY and not all(0 <= self.summary[key] <= 1 for key in needed):
+            return "summary.json: an accuracy lies between 0 and 1"
+        if self.measure is ACCURACY and self.has_test and self.answers is None:
+            return f"{self.folder.answers.name} is missing, or not what summary.json says"
         config = self.config
         same = {
             "model_type": config.model_type,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oelm import encoders
-from oelm.lab.score import PERPLEXITY
+from oelm.lab.score import ACCURACY, PERPLEXITY
 from oelm.lab.stats import MIN_SEEDS
 from oelm.lab.study import Run, Setting, Study, differences
 from oelm.train.metrics import perplexity
@@ -42,6 +42,15 @@ def find_threats(study: Study) -> list[Threat]:
     return found + list(_failures(study))
 
 
+def too_few_examples(setting: Setting, study: Study) -> int:
+    """How many examples were judged on, if one of them alone is worth the criterion; else 0."""
+    if study.score is not ACCURACY:
+        return 0
+    some = next(iter(setting.judged[study.baseline].runs.values()))
+    n = some.data.get("examples", {}).get(setting.split, 0)
+    return n if 0 < n <= 100 / study.criterion else 0
+
+
 def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
     name, arms, baseline = setting.name, setting.judged, setting.judged[study.baseline]
     some = next(iter(baseline.runs.values()))
@@ -54,6 +63,8 @@ def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
     if edge:
         yield Threat("edge", {"setting": name, "arms": ", ".join(edge)})
     yield from _seeds(setting, study)
+    if few := too_few_examples(setting, study):
+        yield Threat("few_examples", {"setting": name, "n": few, "worth": 100 / few})
     edges = some.data.get("edges", {})
     if setting.mixed:
         yield Threat("mixed_splits", {"setting": name})

@@ -29,7 +29,7 @@ from oelm.lab.stats import (
     speed_ratio,
 )
 from oelm.lab.study import Arm, Run, Setting, Study
-from oelm.lab.threats import Threat, find_threats
+from oelm.lab.threats import Threat, find_threats, too_few_examples
 from oelm.lab.watch import make_console
 from oelm.train.metrics import perplexity
 
@@ -137,6 +137,8 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     bar = study.score.bar(study.criterion)
     plain = _judged({a: paired_gap(a.scores, baseline.scores, bar) for a in others}, bar)
     fair = _judged({a: paired_gap(a.scores, against[a.name].scores, bar) for a in others}, bar)
+    if too_few_examples(setting, study):
+        plain, fair = ({n: replace(g, verdict=INCONCLUSIVE) for n, g in gaps.items()} for gaps in (plain, fair))
     judgements = {
         arm.name: Judgement(
             plain[arm.name], fair[arm.name], against[arm.name].name, _evaluation_noise(arm, baseline),

@@ -50,10 +50,13 @@ def encoder_settings(config: RunConfig) -> dict[str, Any]:
 
 def empty_encoder(config: RunConfig, settings: dict[str, Any] | None = None) -> nn.Module:
     """The encoder with whatever weights its library draws; `settings` are those of a run, or the pretrained one's."""
-    made = _hf_config(config, settings or encoders.settings_of(config.arch))
+    made = _hf_config(config, encoders.settings_of(config.arch) if settings is None else settings)
     if not config.labels:
         made.num_labels = 2  # not known yet: a classifier needs some
-    return _classes().from_config(made)
+    try:
+        return _classes().from_config(made)
+    except Exception as error:
+        raise UserError(f"arch {config.arch}: {_first_line(error)}") from None
 
 
 def build_encoder(config: RunConfig) -> tuple[nn.Module, list[Change]]:
@@ -88,14 +91,17 @@ def _hf_config(config: RunConfig, settings: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     own = {key: value for key, value in settings.items() if key not in ("num_labels", "id2label", "label2id")}
+    if own.pop("quantization_config", None):
+        raise UserError(f"arch {config.arch}: its weights are quantised, which cannot be trained")
     try:
         made = AutoConfig.for_model(**own, num_labels=config.labels)
-    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
-        raise UserError(f"arch {config.arch}: {str(error).splitlines()[0][:150]}") from None
+    except Exception as error:  # whatever the library makes of settings that are not its own
+        raise UserError(f"arch {config.arch}: {_first_line(error)}") from None
     for key in DROPOUTS:
         if hasattr(made, key):
             setattr(made, key, config.dropout)
     made.classifier_dropout = None
+    made.return_dict = True
     made.problem_type = "single_label_classification"
     if not encoders.is_pretrained(config.arch):
         made.vocab_size = config.vocab_size
@@ -113,14 +119,21 @@ def _load(config: RunConfig, folder: Path | None) -> tuple[nn.Module, list[str]]
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # a classifier of other classes is drawn anew
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise UserError(f"arch {config.arch} cannot be loaded: {str(error).splitlines()[0][:150]}") from None
+    except Exception as error:  # a damaged file, or an architecture that does not classify
+        raise UserError(f"arch {config.arch} cannot be loaded: {_first_line(error)}") from None
     unfit = {key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]}
     missing = sorted({*report["missing_keys"], *unfit})
     lost = [name for name in missing if policy.layer_of(name) is not None or "embeddings" in name]
     if lost:
         raise UserError(f"arch {config.arch}: its weights lack {lost[0]} and {len(lost) - 1} more: not whole")
+    spare = sorted(name for name in report["unexpected_keys"] if policy.layer_of(name) is not None)
+    if spare:
+        raise UserError(f"arch {config.arch}: its weights have {spare[0]}, which its config.json does not speak of")
     return model, missing
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}" if str(error).strip() else repr(error)
 
 
 @torch.no_grad()
