@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from oelm import encoders
 from oelm.arms import ARMS
 from oelm.config import RunConfig
 
@@ -67,7 +68,8 @@ def show_cost(config: RunConfig, as_json: bool) -> None:
     facts.add_column(justify="right")
     facts.add_row("\nFLOPs per token, forward", f"\n{flops['forward'] / 1e6:,.1f} M")
     facts.add_row("FLOPs per token, backward", f"{flops['backward'] / 1e6:,.1f} M")
-    facts.add_row("  both, causal half of the attention only", f"{flops['step_causal'] / 1e6:,.1f} M")
+    half = ", causal half of the attention only" if config.arch == encoders.GPT else ""
+    facts.add_row(f"  both{half}", f"{flops['step_causal'] / 1e6:,.1f} M")
     facts.add_row("checkpoint (weights + Adam)", f"{report['checkpoint_bytes'] / 2**20:,.1f} MiB")
     facts.add_row("frozen frames, written once", f"{report['frozen_file_bytes'] / 2**20:,.1f} MiB")
     facts.add_row("activations kept for backward, float32", f"{report['activation_bytes'] / 2**20:,.1f} MiB")

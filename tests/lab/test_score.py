@@ -150,3 +150,11 @@ def test_with_a_hundred_examples_nothing_is_decided(tmp_path):
     found = reach_verdict(load_study(tmp_path))
     assert found.arms == {"oelm_v2": "INCONCLUSIVE"}
     assert "few_examples" in {threat.kind for threat in found.threats}
+
+
+def test_a_run_that_gives_one_answer_to_everything_is_named(tmp_path):
+    rows = np.stack([LABELS, np.zeros_like(LABELS)], 1)
+    for arm, seed in (("baseline", 1), ("oelm_v2", 1)):
+        make_run(tmp_path, f"{arm}_{seed}", arm, seed, answers=rows if arm == "oelm_v2" else answers(2_000), data=NLI)
+    (threat,) = [threat for threat in reach_verdict(load_study(tmp_path)).threats if threat.kind == "one_answer"]
+    assert threat.facts["runs"] == "oelm_v2 (1)"

@@ -42,6 +42,12 @@ def test_bert_base_with_three_labels_has_the_published_parameters():
     }  # fmt: skip
 
 
+def test_an_encoder_can_be_inspected_before_its_classes_are_known(encoder):
+    report = cost.report(resolve({"arch": str(encoder), "model_type": "frozen", "seq_len": 32}))
+    assert report["frozen"] == 2 * 2 * (32 * 32 + 32)
+    assert report["activation_bytes"] > 0
+
+
 def test_the_baseline_is_the_pretrained_encoder_bit_for_bit(encoder):
     saved = load_file(encoder / "model.safetensors")
     _, model, changes = arm(encoder, "baseline")

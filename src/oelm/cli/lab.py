@@ -164,9 +164,9 @@ def verdict_verb(parser: Parser) -> None:
 
 def _rule_flags(parser: Parser) -> None:
     """What to judge by, where it is not what the plan says."""
-    ratio = "largest ratio of perplexities that passes; default: what the plan says, or 1.05"
+    ratio = "largest ratio of perplexities that passes, or points of accuracy lost; default: the plan's, or 1.05 and 1"
     parser.add_argument("--baseline", default="", metavar="ARM", help="default: what the plan says, or baseline")
-    parser.add_argument("--criterion", type=float, metavar="RATIO", help=ratio)
+    parser.add_argument("--criterion", type=float, metavar="X", help=ratio)
 
 
 def _verdict(options: argparse.Namespace) -> int:

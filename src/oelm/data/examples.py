@@ -123,7 +123,8 @@ def _find_columns(path: Path, record: dict[str, Any]) -> tuple[str, ...]:
     if texts is None or label is None:
         known = "premise and hypothesis, sentence1 and sentence2, text or sentence; label"
         raise UserError(
-            f"{path} has the columns {_shown(record)}; expected {known}. Name yours with --columns TEXT[,TEXT],LABEL"
+            f"{path} has the columns {_shown(record)}; expected {known}. "
+            "Name yours with oelm prepare … --columns TEXT[,TEXT],LABEL"
         )
     return (*texts, label)
 

@@ -23,20 +23,28 @@ def with_prepared(config: RunConfig, rank: int) -> RunConfig:
     path = Path(config.dataset.partition(":")[2])
     if not path.is_file():
         raise UserError(f"dataset {config.dataset}: no such file")
-    tokenizer = config.arch if encoders.is_pretrained(config.arch) else "gpt2"
+    tokenizer = usual_tokenizer(config)
     digest = hashlib.sha256(path.read_bytes() + tokenizer.encode()).hexdigest()[:8]
     name = f"{re.sub(r'[^A-Za-z0-9_-]+', '-', path.stem)}-{digest}"
     folder = data_root() / name
     waited = 0.0
     while not (folder / META_FILE).exists():
         if rank == 0:
-            print(f"preparing {path} in {folder}: 10 % of the rows for validation, 10 % for the test", flush=True)
+            shares = "10 % of the rows for validation, 10 % for the test"
+            print(f"preparing {path} in {folder}: tokenizer {tokenizer}, {shares}", flush=True)
             prepare(name, [], tokenizer, folder, labelling=Labelling(), placed={"train": [path]})
         elif (waited := waited + 0.2) > PREPARED_SECONDS:
             raise UserError(f"{folder} was not prepared by the first process")
         else:
             time.sleep(0.2)
     return config.replace(dataset=name)
+
+
+def usual_tokenizer(config: RunConfig) -> str:
+    """What data for a run are tokenised with, if nothing is said of it: the encoder's own, or the preset's."""
+    if encoders.is_pretrained(config.arch):
+        return config.arch
+    return {"pocket": "bpe:1024", "tiny": "bytes"}.get(config.preset, "gpt2")
 
 
 def open_fitting(config: RunConfig, vocab_is_set: bool = False) -> tuple[RunConfig, TokenData]:

@@ -107,8 +107,8 @@ def prepare(
     out = (out or data_root() / name).resolve()
     _refuse_to_replace(out, spec, force)
     files = find_files(name, given, placed)
-    if not labelling and any(file.format in ("csv", "tsv") for file in files):
-        raise UserError("CSV and TSV files are read as labelled texts: add --labelled, or --labels A,B,…")
+    if labelling is None and (encoder or any(file.format in ("csv", "tsv") for file in files)):
+        labelling = Labelling()  # running text is neither kept in tables nor tokenised for an encoder
     advice = "free some space or choose another place with --out; nothing was changed"
     with disk_errors(f"preparing {name}", advice), ExitStack() as stack:
         if not out.parent.exists():

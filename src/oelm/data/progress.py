@@ -77,4 +77,5 @@ def show_meta(meta: dict[str, Any], out: Path | None) -> None:
             counts = ", ".join(f"{split} {meta['splits'][split]['labels'][i]:,}" for split in SPLITS)
             console.print(f"label {i} = {label}: {counts}", markup=False)
         if meta["left_out"]:
-            console.print(f"left out: {meta['left_out_shown']}", markup=False)
+            many = 20 * sum(meta["left_out"].values()) > sum(meta["splits"][split]["documents"] for split in SPLITS)
+            console.print(f"{'WARNING: ' if many else ''}left out: {meta['left_out_shown']}", markup=False)

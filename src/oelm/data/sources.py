@@ -204,7 +204,9 @@ def _json_text(raw: bytes, path: Path, offset: int) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         with open(path, "rb") as file:
             line = file.read(offset).count(b"\n") + 1
-        raise UserError(f'{path}, line {line}: expected an object {{"text": "…"}} in UTF-8') from None
+        raise UserError(
+            f'{path}, line {line}: expected an object {{"text": "…"}} in UTF-8 (labelled rows: --labelled)'
+        ) from None
     return text.strip()
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from rich.table import Table
 
-from oelm import encoders
 from oelm.config import RunConfig
-from oelm.data.fit import open_fitting
+from oelm.data.fit import open_fitting, usual_tokenizer
 from oelm.data.sources import prepare_command
 from oelm.data.tokens import data_root
 from oelm.errors import UserError, nearest
@@ -134,9 +133,7 @@ def missing_data(runs: list[PlannedRun]) -> list[str]:
         mine = [run.config for run in runs if (run.config.dataset, run.config.data_path) == key]
         place = Path(key[1]) if key[1] else data_root() / key[0]
         if not place.is_dir():
-            tokenizer = {1024: "bpe:1024", 257: "bytes"}.get(mine[0].vocab_size, "gpt2")
-            tokenizer = mine[0].arch if encoders.is_pretrained(mine[0].arch) else tokenizer
-            commands.append(prepare_command(key[0], tokenizer, str(place)))
+            commands.append(prepare_command(key[0], usual_tokenizer(mine[0]), str(place)))
             continue
         for config in {_unvaried(config) for config in mine}:
             open_fitting(config)

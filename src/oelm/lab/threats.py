@@ -65,6 +65,9 @@ def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
     yield from _seeds(setting, study)
     if few := too_few_examples(setting, study):
         yield Threat("few_examples", {"setting": name, "n": few, "worth": 100 / few})
+    same = [f"{arm.name} ({seed})" for arm in arms.values() for seed, run in arm.runs.items() if _one_answer(run)]
+    if same:
+        yield Threat("one_answer", {"setting": name, "runs": ", ".join(same)})
     edges = some.data.get("edges", {})
     if setting.mixed:
         yield Threat("mixed_splits", {"setting": name})
@@ -92,6 +95,10 @@ def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
     versions = {" ".join(str((run.environment or [{}])[-1].get(key)) for key in ("oelm", "torch")) for run in runs}
     if len(versions) > 1:
         yield Threat("versions", {"setting": name, "versions": "; ".join(sorted(versions))})
+
+
+def _one_answer(run: Run) -> bool:
+    return run.answers is not None and len(set(run.answers[:, 1].tolist())) == 1
 
 
 def _seeds(setting: Setting, study: Study) -> Iterator[Threat]:

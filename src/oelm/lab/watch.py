@@ -79,7 +79,7 @@ COLUMNS: dict[str, Callable[[RunStatus], str]] = {
     "loss": lambda s: _number(s.loss, 3),
     "val PPL": lambda s: _number(s.val_ppl, 2),
     "val acc": lambda s: f"{s.val_accuracy:.2%}" if s.val_accuracy is not None else "",
-    "gap": lambda s: f"{s.gap:+.1%}" if s.gap is not None else "",
+    "gap": lambda s: _gap(s),
     "GPU": lambda s: s.gpu or "",
     "PID": lambda s: str(s.pid or ""),
     "why": lambda s: s.reason if s.state != "stopped" else "",
@@ -255,7 +255,10 @@ def compare_runs(runs: list[Path]) -> None:
         gaps = (f"{change:+.1f}{'%' if score is PERPLEXITY else ' points'}" for change in changes)
         table.add_row(f"{step:,}", *(score.text(curves[name][step]) for name in names), *gaps)
     console.print(table)
-    console.print(chart(curves, score.text, min(72, console.width - 14)))
+    if score is not PERPLEXITY:  # better is higher up
+        curves = {name: {step: -value for step, value in curve.items()} for name, curve in curves.items()}
+    text = score.text if score is PERPLEXITY else lambda value: score.text(-value)
+    console.print(chart(curves, text, min(72, console.width - 14)))
     if len(shapes) > 1:
         console.print("The runs differ in data, task or model shape: their scores cannot be set against each other.")
 
@@ -292,6 +295,13 @@ def _span(seconds: float | None) -> str:
         return ""
     whole = round(seconds)
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m" if whole >= 3600 else f"{whole // 60}m {whole % 60:02d}s"
+
+
+def _gap(status: RunStatus) -> str:
+    if status.gap is None:
+        return ""
+    unit = "%" if status.val_accuracy is None else " points"
+    return f"{round(100 * status.gap, 1) + 0.0:+.1f}{unit}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -66,7 +66,7 @@ def flops(config: RunConfig, causal: bool = False) -> Flops:
     d, layers = config.d_model, config.num_layers
     qk = (config.sliced_from if config.frames == "sliced" else layers) * 2 * d * d
     extras = layers * d * (config.d_head * config.core + config.key_conv + 4 * config.lora)
-    other = layers * (2 * d * d + 2 * d * config.d_ff) + (0 if config.labels else d * config.vocab_size)
+    other = layers * (2 * d * d + 2 * d * config.d_ff) + (0 if _classifies(config) else d * config.vocab_size)
     attention = layers * 2 * d * config.seq_len // (2 if causal and config.arch == encoders.GPT else 1)
     forward = 2 * (qk + other + extras + attention)
     return Flops(forward, 2 * forward - 2 * _weights_at_rest(config), 2 * qk)
@@ -146,7 +146,7 @@ def activation_bytes(config: RunConfig) -> int:
 
         tokens = torch.zeros(windows, config.seq_len, dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            if config.labels:
+            if _classifies(config):
                 model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
                 made: list[torch.Tensor] = []
             else:
@@ -197,6 +197,11 @@ def phases(config: RunConfig) -> list[dict[str, Any]]:
         rests = bool(config.policy.resting(names, step))
         rows.append({"step": step, "frozen": frozen, "qk_share": share, "trainable": trainable, "rests": rests})
     return rows
+
+
+def _classifies(config: RunConfig) -> bool:
+    """It has no output head over the vocabulary; an encoder's classes may not be known yet."""
+    return bool(config.labels) or config.arch != encoders.GPT
 
 
 def _part_of(name: str) -> str:

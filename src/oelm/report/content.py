@@ -195,7 +195,7 @@ def _bounds(low: float, high: float, score: Score) -> str:
 
 def _said(difference: float, score: Score) -> str:
     """A difference of scores as people say it, with a real minus."""
-    return f"{score.change(difference):+.1f}".replace("-", "−")
+    return f"{round(score.change(difference), 1) + 0.0:+.1f}".replace("-", "−")
 
 
 def _convergence(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
@@ -375,7 +375,7 @@ def _reproduce(verdict: Verdict, w: Words) -> Iterator[Block]:
 
 def _tokenizer(run: Run) -> str:
     name = str(run.data.get("tokenizer", ""))
-    return run.config.arch if name == "encoder" else name
+    return name if name != "encoder" else run.config.arch if encoders.is_pretrained(run.config.arch) else "ENCODER"
 
 
 def _devices(parts: list[dict[str, Any]], w: Words) -> str:
