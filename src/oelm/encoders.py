@@ -56,11 +56,18 @@ def _in_package(name: str) -> Path:
     return whole[0]
 
 
+def on_hub(arch: str) -> bool:
+    """Whether it can be a name there, which has an owner or is of several words; else it is a slip."""
+    return "/" in arch or "-" in arch
+
+
 def with_tokenizer(arch: str) -> Path:
     """A folder that holds the encoder's tokenizer; the hub's is downloaded."""
     folder = folder_of(arch)
     if folder is not None:
         return folder
+    if not on_hub(arch):
+        raise UserError(f"unknown tokenizer {arch}: take gpt2, bytes, bpe:N (for example bpe:1024) or an encoder")
     try:
         from huggingface_hub import hf_hub_download
 
@@ -89,6 +96,8 @@ def settings_of(arch: str) -> dict[str, Any]:
 
 
 def _from_hub(arch: str) -> dict[str, Any]:
+    if not on_hub(arch):
+        raise UserError(f"unknown arch {arch}: take gpt, bert-base, a folder with an encoder, or a name on the hub")
     try:
         from transformers import AutoConfig
     except ImportError:

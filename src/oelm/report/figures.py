@@ -4,7 +4,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from html import escape
 from typing import Any
@@ -92,7 +92,7 @@ def curves(
     found: Mapping[str, Curve], shades: Mapping[str, str], x_label: str, y_label: str, logarithmic: bool = True
 ) -> str:
     """A score over training, with bands over seeds; perplexity on a logarithmic axis."""
-    with _drawing(WIDTH, 3.6) as (figure, ax):
+    with _drawing(WIDTH, _height(found)) as (figure, ax):
         for name, (x, middle, low, high) in found.items():
             ax.plot(x, middle, color=shades[name], label=name, linewidth=1.6)
             ax.fill_between(x, low, high, color=shades[name], alpha=0.18, linewidth=0)
@@ -117,6 +117,11 @@ def _labels(ax: Axes, x_label: str, y_label: str) -> None:
     ax.set_ylabel(y_label, rotation_mode="anchor", horizontalalignment="center")
 
 
+def _height(found: Sized) -> float:
+    """Inches, enough for the legend beside the picture."""
+    return max(3.6, 0.2 * len(found) + 0.4)
+
+
 def _legend(ax: Axes) -> None:
     """Beside the picture, where it hides nothing."""
     ax.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -125,7 +130,7 @@ def _legend(ax: Axes) -> None:
 def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float | None], shades: Mapping[str, str],
           x_label: str, y_label: str) -> str:  # fmt: skip
     """Final validation perplexity over the learning rate; the chosen one is filled, one that diverged a cross."""
-    with _drawing(WIDTH, 3.6) as (figure, ax):
+    with _drawing(WIDTH, _height(found)) as (figure, ax):
         top = max(v for by_rate in found.values() for v in by_rate.values() if v < math.inf)
         for name, by_rate in found.items():
             x = sorted(by_rate)
@@ -205,7 +210,7 @@ def trend(
     settings: Sequence[str], found: Mapping[str, Sequence[Gap | None]], score: Score, criterion: float, y_label: str
 ) -> str:
     """Gap per arm from setting to setting."""
-    with _drawing(WIDTH, 3.4) as (figure, ax):
+    with _drawing(WIDTH, _height(found)) as (figure, ax):
         for i, (name, row) in enumerate(found.items()):
             shift = 0.08 * (i - (len(found) - 1) / 2)
             colour = COLOURS[(i + 1) % len(COLOURS)]
