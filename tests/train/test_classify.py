@@ -13,7 +13,7 @@ from oelm.config import resolve
 from oelm.data.labelled import open_labelled
 from oelm.model.build import build_model
 from oelm.train import metrics
-from oelm.train.classify import Classification, class_logits, evaluation_batches, macro_f1, pad
+from oelm.train.classify import Classification, class_logits, evaluation_batches, pad
 from oelm.train.distributed import World
 from oelm.train.folder import RunFolder
 from tests.programmes.kill_resume import programme
@@ -98,13 +98,6 @@ def test_evaluation_is_over_every_example_once(encoder, pairs):
     assert found.values["accuracy"] == np.mean(labels == one_by_one)
     batches = evaluation_batches(np.array([5, 9_000, 7, 7, 4_000]))
     assert sorted(np.concatenate(batches).tolist()) == [0, 1, 2, 3, 4]
-
-
-def test_macro_f1_by_hand():
-    # Class 0: 2 of 3 found, 1 false: F1 2/3. Class 1: 1 of 2, 1 false: 1/2. Class 2: 1 of 1: 1 — never told: 0.
-    labels, answers = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 0, 1, 1, 0, 2])
-    assert macro_f1(labels, answers, 3) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
-    assert macro_f1(labels, answers, 4) == pytest.approx((2 / 3 + 1 / 2 + 1) / 4)
 
 
 def test_micro_batches_are_the_step_in_equal_parts(encoder, pairs):

@@ -1,6 +1,9 @@
 import json
 
-from oelm.train.metrics import Metrics, cut_to, read
+import numpy as np
+import pytest
+
+from oelm.train.metrics import Metrics, cut_to, macro_f1, read
 
 
 def write(path, steps, val=()):
@@ -45,3 +48,10 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert [e.step for e in events.Scalars("val/loss")] == [20]
     assert [e.step for e in events.Scalars("train/loss")] == [10, 20, 30]
+
+
+def test_macro_f1_by_hand():
+    # Class 0: 2 of 3 found and 1 false, F1 = 4/6. Class 1: 1 of 2 and 1 false, 2/4. Class 2: 1 of 1 and none, 1.
+    labels, answers = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 0, 1, 1, 0, 2])
+    assert macro_f1(labels, answers, 3) == pytest.approx((4 / 6 + 2 / 4 + 1) / 3)
+    assert macro_f1(labels, answers, 4) == pytest.approx((4 / 6 + 2 / 4 + 1) / 4)  # a fourth, never met

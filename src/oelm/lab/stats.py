@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from oelm.train.metrics import perplexity
+from oelm.train.metrics import macro_f1, perplexity
 
 ALPHA = 0.05
 POWER = 0.8
@@ -163,8 +163,6 @@ def accuracy_bounds(correct: int, n: int) -> tuple[float, float]:
 
 def f1_bounds(rows: np.ndarray, classes: int, repeats: int = 1_000) -> tuple[float, float]:
     """One-sided bounds of the macro-F1 if other examples had been drawn."""
-    from oelm.train.classify import macro_f1
-
     drawn = np.random.default_rng(0).integers(0, len(rows), (repeats, len(rows)))
     found = [macro_f1(rows[index, 0], rows[index, 1], classes) for index in drawn]
     low, high = np.quantile(found, (ALPHA, 1 - ALPHA))

@@ -12,9 +12,7 @@ Biases are never replaced; they freeze with their matrices.
 """
 
 import logging
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,9 +59,8 @@ def empty_encoder(config: RunConfig, settings: dict[str, Any] | None = None) -> 
 
 def build_encoder(config: RunConfig) -> tuple[nn.Module, list[Change]]:
     """The arm's encoder on the CPU, and what was changed about the pretrained one."""
-    folder = encoders.folder_of(config.arch) if encoders.is_pretrained(config.arch) else None
     if encoders.is_pretrained(config.arch):
-        model, drawn = _load(config, folder)
+        model, drawn = _load(config)
     else:
         with torch.device("meta"):
             model = empty_encoder(config)
@@ -108,12 +105,12 @@ def _hf_config(config: RunConfig, settings: dict[str, Any]) -> Any:
     return made
 
 
-def _load(config: RunConfig, folder: Path | None) -> tuple[nn.Module, list[str]]:
+def _load(config: RunConfig) -> tuple[nn.Module, list[str]]:
     """The pretrained encoder, and the names of what it lacks: the classifier, perhaps the pooler."""
     made = _hf_config(config, encoders.settings_of(config.arch))
     try:
         model, report = _classes().from_pretrained(
-            str(folder or config.arch),
+            str(encoders.folder_of(config.arch) or config.arch),
             config=made,
             dtype=torch.float32,
             output_loading_info=True,
@@ -180,7 +177,7 @@ def query_key_weights(model: nn.Module, config: RunConfig) -> list[tuple[str, in
     for name, parameter in model.named_parameters():
         role = next((role for role in ("q", "k") if policy.matches(role, name)), None)
         layer = policy.layer_of(name)
-        if role and layer is not None and re.search(r"weight$", name):
+        if role and layer is not None and name.endswith("weight"):
             if tuple(parameter.shape) != (config.d_model, config.d_model):
                 raise UserError(
                     f"arch {config.arch}: {name} is {tuple(parameter.shape)}, "

@@ -9,7 +9,7 @@ from oelm.lab.study import Arm
 from oelm.lab.verdict import SettingVerdict, Verdict, comparable
 from oelm.report.blocks import Block, Heading, Items, Table, Text
 from oelm.report.words import Words
-from oelm.train.classify import macro_f1
+from oelm.train.metrics import macro_f1
 
 
 def sections(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:

@@ -14,6 +14,7 @@ from oelm.data.labelled import BucketOrder, LabelledData
 from oelm.model.build import build_model
 from oelm.model.encoder import Change, audit_lines, build_encoder
 from oelm.train.distributed import World
+from oelm.train.metrics import macro_f1
 from oelm.train.task import Batch, Evaluation, Interrupted
 
 EVAL_TOKENS = 8_192
@@ -112,10 +113,3 @@ def evaluation_batches(lengths: np.ndarray) -> list[np.ndarray]:
         batches.append(order[start : start + count])
         start += count
     return batches
-
-
-def macro_f1(labels: np.ndarray, answers: np.ndarray, classes: int) -> float:
-    """Mean over the classes of the harmonic mean of precision and recall; a class never met nor told counts 0."""
-    hits = np.bincount(labels[labels == answers], minlength=classes)
-    both = np.bincount(labels, minlength=classes) + np.bincount(answers, minlength=classes)
-    return float(np.mean(2 * hits / np.maximum(both, 1)))
