@@ -37,6 +37,16 @@ def test_a_matrix_multiplies_and_runs_are_added(tmp_path):
     assert (plan.baseline, plan.criterion) == ("baseline", 1.02)
 
 
+def test_several_matrices_multiply_each_alone(tmp_path):
+    second = '[[matrix]]\nmodel_type = "oelm_random"\nmax_lr = 8e-3\nseed = [1, 2, 3]\n[[run]]'
+    text = GOOD.replace("[matrix]", "[[matrix]]").replace("[[run]]", second)
+    rates = [(run.config.model_type, run.config.max_lr) for run in load(tmp_path, text, data_path="x").runs]
+    assert len(rates) == 2 * 2 * 2 + 3 + 1
+    assert rates[8:11] == [("oelm_random", 8e-3)] * 3
+    with pytest.raises(UserError, match="multiplies seed"):
+        load(tmp_path, text, seed=4)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -3,7 +3,7 @@
     out = "outputs/pocket"        where the run folders go; default outputs/<name of the plan>
     [defaults]                    settings of every run, by the names of the flags
     preset = "pocket"
-    [matrix]                      every combination becomes a run
+    [matrix]                      every combination becomes a run; several, each multiplied alone, are [[matrix]]
     model_type = ["baseline", "oelm_v2"]
     max_lr = [1e-3, 2e-3, 4e-3]
     seed = [1, 2, 3]
@@ -140,16 +140,21 @@ class _Reader:
         self.out = out or Path(self.content.get("out") or f"outputs/{path.stem}")
         self.defaults, self.overrides = self._table("defaults"), overrides
         self.arms = {name: self._own_arm(name, table) for name, table in self._table("arms").items()}
+        several = isinstance(self.content.get("matrix"), list)
+        self.matrices = self._list("matrix") if several else [self._table("matrix")]
         for key, value in overrides.items():
             if key not in RunConfig.model_fields:
                 raise UserError(f"--set {key}={value}: unknown setting; {nearest(key, RunConfig.model_fields)}")
-            if isinstance(self._table("matrix").get(key), list):
+            if any(isinstance(matrix.get(key), list) for matrix in self.matrices):
                 raise UserError(f"--set {key}={value}: the plan's [matrix] multiplies {key}; change it there")
 
     def read(self) -> Plan:
-        matrix, select = self._table("matrix"), self._table("select")
-        chooses = "select" in self.content
-        fixed, choices = ([], self._choices(matrix, select)) if chooses else (self._combinations(matrix), [])
+        fixed, choices = [], []
+        for matrix in self.matrices:
+            if "select" in self.content:
+                choices += self._choices(matrix, self._table("select"))
+            else:
+                fixed += self._combinations(matrix)
         fixed += [self._run(entry) for entry in self._list("run")]
         name = self.path.name.removesuffix(COPY).removesuffix(".toml")
         judged = self._verdict(self._table("verdict"))
