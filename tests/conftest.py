@@ -68,6 +68,33 @@ def tiny(oelm: Callable[..., Result], data: Path, tmp_path: Path) -> Callable[..
 
 
 @pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small pretrained encoder; tests only read it."""
+    from tests.small_encoder import make_encoder
+
+    return make_encoder(tmp_path_factory.mktemp("small") / "encoder")
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
+    """Labelled pairs, prepared for it."""
+    from tests.small_encoder import make_pairs
+
+    return make_pairs(tmp_path_factory.mktemp("pairs") / "data", encoder)
+
+
+@pytest.fixture
+def classify(oelm: Callable[..., Result], encoder: Path, pairs: Path, tmp_path: Path) -> Callable[..., Result]:
+    """`oelm train` with the small encoder on the pairs, into tmp_path/run unless told otherwise."""
+
+    def call(*arguments: object, out: str = "run") -> Result:
+        fixed = ("--arch", encoder, "--data_path", pairs, "--threads", 1, "--device", "cpu", "--seq_len", 32)
+        return oelm("train", *fixed, "--out_dir", tmp_path / out, "--max_lr", 3e-3, *arguments)
+
+    return call
+
+
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """Real corpora, kept outside the project."""
     place = os.environ.get("OELM_SHARED")

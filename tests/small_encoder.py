@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from oelm.data.examples import Labelling
 from oelm.data.prepare import prepare
@@ -59,3 +60,9 @@ def make_pairs(folder: Path, encoder: Path | str) -> Path:
     source = write_rows(folder.parent / f"{folder.name}.jsonl", make_rows())
     prepare("pairs", [], str(encoder), folder, labelling=Labelling(LABELS), placed={"train": [source]})
     return folder
+
+
+def prepared(tmp_path: Path, rows: list[dict[str, str]], labels: tuple[str, ...] = LABELS) -> dict[str, Any]:
+    """What `prepare` says of the rows; the data lie in tmp_path/out."""
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    return prepare("x", [], "bytes", tmp_path / "out", labelling=Labelling(labels), placed={"train": [source]})

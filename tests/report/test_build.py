@@ -11,9 +11,7 @@ import pytest
 
 from oelm.lab.plan import load_plan
 from oelm.report.build import write_report
-from oelm.report.markdown import plain
 from tests.lab.made_runs import make_arm, make_run
-from tests.report.hostile import payloads
 
 BASE = {1: math.log(10.0), 2: math.log(20.0), 3: math.log(40.0)}  # geometric mean 20
 
@@ -214,42 +212,3 @@ def test_the_numbers_can_be_had_as_json(made, tmp_path):
     assert run["val_loss"][-1] == [20, pytest.approx(math.log(11.0))]
     assert run["config"]["frames"] == "orthogonal"
     assert "out_dir" not in run["config"]
-
-
-def test_a_chinese_pdf_without_a_font_says_how_to_get_one(study, oelm, monkeypatch):
-    import typst
-
-    class Bare:
-        def families(self):
-            return ["Libertinus Serif"]
-
-    monkeypatch.setattr(typst, "Fonts", Bare)
-    result = oelm("report", study, "--lang", "zh", "--format", "html,pdf")
-    assert result.code == 2
-    assert "apt install fonts-noto-cjk" in result.err
-    assert (study / "report-zh.html").exists()
-
-
-@pytest.mark.parametrize("payload", payloads("http://x"))
-def test_markdown_shows_markup_as_text(payload):
-    """CommonMark has no way to read the result as anything but a paragraph."""
-    shown = plain(payload)
-    assert "<" not in shown
-    assert not re.search(r"(?<!\\)[`*_\[\]|$]", shown)
-    assert "\n" not in shown
-
-
-def test_typst_shows_markup_as_text(tmp_path):
-    import typst
-
-    from oelm.report.blocks import Code, Document, Heading, Items, Notice, Table, Text
-    from oelm.report.typst import source
-
-    strings = payloads("http://x")
-    blocks = [Text(strings[1]), Notice(strings[2]), Items(strings), Code("\n".join(strings))]
-    blocks += [Table(["a"], [[s] for s in strings]), *(Heading(s) for s in strings)]
-    document = Document("t", "s", "en", "PASS", "c", blocks)
-    main = tmp_path / "a.typ"
-    main.write_text(source(document, ["Libertinus Serif"]))
-    shown = json.loads(typst.query(str(main), "heading", field="body"))
-    assert [heading["text"] for heading in shown[1:]] == [s.replace("\u202e", "\ufffd") for s in strings]

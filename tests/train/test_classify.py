@@ -17,28 +17,9 @@ from oelm.train.classify import Classification, class_logits, evaluation_batches
 from oelm.train.distributed import World
 from oelm.train.folder import RunFolder
 from tests.programmes.kill_resume import programme
-from tests.small_encoder import make_encoder, make_pairs, make_rows, write_rows
+from tests.small_encoder import make_pairs, make_rows, write_rows
 
 ALONE = World(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return make_encoder(tmp_path_factory.mktemp("small") / "encoder")
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory, encoder):
-    return make_pairs(tmp_path_factory.mktemp("pairs") / "data", encoder)
-
-
-@pytest.fixture
-def train(oelm, encoder, pairs, tmp_path):
-    def call(*arguments, out="run"):
-        fixed = ("--arch", encoder, "--data_path", pairs, "--threads", 1, "--device", "cpu", "--seq_len", 32)
-        return oelm("train", *fixed, "--out_dir", tmp_path / out, "--max_lr", 3e-3, *arguments)
-
-    return call
 
 
 def task(encoder, pairs, **settings):
@@ -46,8 +27,8 @@ def task(encoder, pairs, **settings):
     return Classification(config, open_labelled("", str(pairs)), ALONE)
 
 
-def test_a_run_learns_and_leaves_accuracy_answers_and_frozen_bits(train, tmp_path):
-    assert train("--model_type", "oelm_v2", "--num_epochs", 12, "--dropout", 0).code == 0
+def test_a_run_learns_and_leaves_accuracy_answers_and_frozen_bits(classify, tmp_path):
+    assert classify("--model_type", "oelm_v2", "--num_epochs", 12, "--dropout", 0).code == 0
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.9
@@ -145,8 +126,8 @@ def test_a_file_is_prepared_on_the_way(oelm, encoder, tmp_path, monkeypatch):
         (("--dataset", "jsonl:nowhere.jsonl", "--data_path", ""), "no such file"),
     ],
 )
-def test_data_that_do_not_fit_are_refused(train, flags, message):
-    result = train(*flags)
+def test_data_that_do_not_fit_are_refused(classify, flags, message):
+    result = classify(*flags)
     assert result.code == 2
     assert message in result.err
     assert result.err.count("\n") == 1
@@ -159,20 +140,3 @@ def test_running_text_and_foreign_tokens_are_refused(oelm, encoder, data, tmp_pa
     result = oelm("train", "--arch", encoder, "--data_path", foreign, "--out_dir", tmp_path / "run")
     assert "was tokenised with bytes" in result.err
     assert not (tmp_path / "run").exists()
-
-
-def test_predict_says_what_the_run_would(oelm, train, tmp_path):
-    train("--num_epochs", 12, "--dropout", 0)
-    result = oelm("predict", tmp_path / "run", "--premise", "a cat sat", "--hypothesis", "not a cat sat", "--json")
-    told = json.loads(result.out)
-    assert told["answer"] == "other"
-    assert sum(value for key, value in told.items() if key.startswith("p_")) == pytest.approx(1, abs=1e-4)
-    rows = write_rows(tmp_path / "new.jsonl", [*make_rows(9, seed=5), {"premise": " ", "hypothesis": "x"}])
-    result = oelm("predict", tmp_path / "run", "--from", rows)
-    told = [json.loads(line) for line in result.out.splitlines()]
-    assert [row["answer"] for row in told] == [row["label"] for row in make_rows(9, seed=5)]
-    assert "left out: 1 with an empty, missing or undecodable text" in result.err
-    assert "give --premise" in oelm("predict", tmp_path / "run").err
-    assert "trained on pairs of texts" in oelm("predict", tmp_path / "run", "--text", "a cat").err
-    assert "the text is empty" in oelm("predict", tmp_path / "run", "--premise", "a", "--hypothesis", " ").err
-    assert "is a classifier" in oelm("generate", tmp_path / "run").err

@@ -1,0 +1,22 @@
+import json
+
+import pytest
+
+from tests.small_encoder import make_rows, write_rows
+
+
+def test_predict_says_what_the_run_would(oelm, classify, tmp_path):
+    classify("--num_epochs", 12, "--dropout", 0)
+    result = oelm("predict", tmp_path / "run", "--premise", "a cat sat", "--hypothesis", "not a cat sat", "--json")
+    told = json.loads(result.out)
+    assert told["answer"] == "other"
+    assert sum(value for key, value in told.items() if key.startswith("p_")) == pytest.approx(1, abs=1e-4)
+    rows = write_rows(tmp_path / "new.jsonl", [*make_rows(9, seed=5), {"premise": " ", "hypothesis": "x"}])
+    result = oelm("predict", tmp_path / "run", "--from", rows)
+    told = [json.loads(line) for line in result.out.splitlines()]
+    assert [row["answer"] for row in told] == [row["label"] for row in make_rows(9, seed=5)]
+    assert "left out: 1 with an empty, missing or undecodable text" in result.err
+    assert "give --premise" in oelm("predict", tmp_path / "run").err
+    assert "trained on pairs of texts" in oelm("predict", tmp_path / "run", "--text", "a cat").err
+    assert "the text is empty" in oelm("predict", tmp_path / "run", "--premise", "a", "--hypothesis", " ").err
+    assert "is a classifier" in oelm("generate", tmp_path / "run").err
