@@ -80,14 +80,14 @@ def slurm(tmp_path, monkeypatch):
             daemon.wait()
 
 
-def make_plan(tmp_path, data, steps=250):
+def make_plan(tmp_path, data, steps=150):
     (tmp_path / "plan.toml").write_text(
         f"""
         [defaults]
         preset = "tiny"
         data_path = "{data}"
         max_steps = {steps}
-        val_interval = 10
+        val_interval = 25
         device = "cpu"
         threads = 1
         [matrix]

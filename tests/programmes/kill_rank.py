@@ -28,8 +28,8 @@ def kill_rank(folder: Path, rank: int) -> bool:
 
 def programme(root: Path, data: Path, kills: int) -> dict[str, object]:
     """Kill rank 1 at `kills` points of one run under a queue that resumes it."""
-    steps = 100 + 200 * kills
-    settings = dict(preset="tiny", data_path=str(data), max_steps=steps, val_interval=10, device="cpu", threads=1)
+    steps = 50 + 100 * kills
+    settings = dict(preset="tiny", data_path=str(data), max_steps=steps, val_interval=25, device="cpu", threads=1)
     whole, cut = (PlannedRun(n, {**settings, "out_dir": str(root / n)}, processes=2) for n in ("whole", "cut"))
     assert Queue(Plan([whole]), 1).run() == {}
     lines: list[str] = []
@@ -38,7 +38,7 @@ def programme(root: Path, data: Path, kills: int) -> dict[str, object]:
 
     def watch() -> None:
         deaths = sum("died" in line for line in lines)
-        if len(killed) == len(ended) < kills and cut.folder.last_step() >= 20 + 150 * len(killed):
+        if len(killed) == len(ended) < kills and cut.folder.last_step() >= 20 + 80 * len(killed):
             if kill_rank(root / "cut", 1):
                 killed.append(time.monotonic())
         elif deaths > len(ended):
