@@ -94,6 +94,19 @@ def test_rope_turns_logits_by_the_distance_alone():
     assert not hasattr(model.positions, "weight")
 
 
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-5), (torch.float64, 1e-5), (torch.bfloat16, 0.05)])
+def test_each_pair_of_channels_turns_by_its_positions_angle(dtype, off):
+    """Pair p of P at position t: by t / 10000^(p / P), whatever the precision's way to compute it."""
+    x = torch.randn(1, 3, 24, 16, generator=torch.Generator().manual_seed(4)).to(dtype)
+    mixing = gpt(frames="orthogonal", rope="full").blocks[0].attention.mixing
+    turned, _ = mixing(x, x)
+    for t, p in ((0, 0), (1, 0), (5, 3), (23, 7)):
+        angle = t / 10_000 ** (p / 8)
+        a, b = x[0, 1, t, 2 * p : 2 * p + 2].double().tolist()
+        wanted = [a * math.cos(angle) - b * math.sin(angle), a * math.sin(angle) + b * math.cos(angle)]
+        assert turned[0, 1, t, 2 * p : 2 * p + 2].tolist() == pytest.approx(wanted, abs=off)
+
+
 def test_the_half_rotation_leaves_the_other_half_alone():
     attention = gpt(frames="orthogonal", rope="half").blocks[0].attention
     x = torch.randn(1, 24, 48, generator=torch.Generator().manual_seed(3))

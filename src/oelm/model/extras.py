@@ -5,9 +5,13 @@ On the way from the input to the attention logits, in this order:
     projection (+ LoRA, + bias) -> key shift, key convolution -> core, gain, temperature -> QK-norm -> RoPE
 """
 
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from oelm.config import RunConfig
 
@@ -55,12 +59,13 @@ class Mixing(nn.Module):
 
     def forward(self, q_BHTK: Tensor, k_BHTK: Tensor) -> tuple[Tensor, Tensor]:
         if self.shifted:
-            k_BHTK = torch.cat((_earlier(k_BHTK[..., : self.shifted], 1), k_BHTK[..., self.shifted :]), -1)
+            k_BHTK = _Earlier.apply(k_BHTK, 1, self.shifted)
         if "conv" in self.names:
-            k_BHTK = sum((_earlier(k_BHTK, lag) * self.conv[:, lag] for lag in range(1, self.conv.shape[1])),
-                         start=k_BHTK * self.conv[:, 0])  # fmt: skip
+            earlier = (_Earlier.apply(k_BHTK, lag, k_BHTK.shape[-1]) for lag in range(1, self.conv.shape[1]))
+            k_BHTK = sum((x * self.conv[:, lag] for lag, x in enumerate(earlier, 1)), start=k_BHTK * self.conv[:, 0])
         if "core" in self.names:
-            q_BHTK = q_BHTK @ self.core
+            q_HNK = torch.bmm(q_BHTK.transpose(0, 1).flatten(1, 2), self.core)  # all tokens of a head at once
+            q_BHTK = q_HNK.unflatten(1, (-1, q_BHTK.shape[-2])).transpose(0, 1)
         if "gain" in self.names:
             q_BHTK = q_BHTK * self.gain
         if "temperature" in self.names:
@@ -68,28 +73,59 @@ class Mixing(nn.Module):
         if self.normed:
             q_BHTK, k_BHTK = (F.rms_norm(tensor, tensor.shape[-1:]) for tensor in (q_BHTK, k_BHTK))
         if self.rotated:
-            turn = _rotation(q_BHTK.shape[-2], self.rotated, q_BHTK)
-            q_BHTK, k_BHTK = _rotate(q_BHTK, *turn), _rotate(k_BHTK, *turn)
+            q_BHTK, k_BHTK = _rotate(q_BHTK, self.rotated), _rotate(k_BHTK, self.rotated)
         return q_BHTK, k_BHTK
 
 
-def _earlier(x_BHTK: Tensor, lag: int) -> Tensor:
-    """Every position sees what stood `lag` tokens before it; zeros before the first."""
-    return F.pad(x_BHTK, (0, 0, lag, 0))[..., : x_BHTK.shape[-2], :]
+class _Earlier(torch.autograd.Function):
+    """Every position sees what stood `lag` tokens before it in the first `width` channels; zeros before the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BHTK: Tensor, lag: int, width: int) -> Tensor:
+        ctx.lag, ctx.width = lag, width
+        y_BHTK = x_BHTK.new_empty(x_BHTK.shape)
+        y_BHTK[..., lag:, :width] = x_BHTK[..., : max(0, x_BHTK.shape[-2] - lag), :width]
+        y_BHTK[..., :lag, :width] = 0
+        y_BHTK[..., width:] = x_BHTK[..., width:]
+        return y_BHTK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_BHTK: Tensor) -> tuple[Tensor | None, ...]:
+        d_x_BHTK, lag, width = d_y_BHTK.new_empty(d_y_BHTK.shape), ctx.lag, ctx.width
+        end = max(0, d_y_BHTK.shape[-2] - lag)
+        d_x_BHTK[..., :end, :width] = d_y_BHTK[..., lag:, :width]
+        d_x_BHTK[..., end:, :width] = 0
+        d_x_BHTK[..., width:] = d_y_BHTK[..., width:]
+        return d_x_BHTK, None, None
 
 
-def _rotation(length: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    position_T = torch.arange(length, device=like.device, dtype=torch.float32)
-    speed_F = ROPE_BASE ** (-torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width)
-    angle_TF = torch.outer(position_T, speed_F)
-    return angle_TF.cos().to(like.dtype), angle_TF.sin().to(like.dtype)
+def _rotate(x_BHTK: Tensor, rotated: int) -> Tensor:
+    """Turn the first `rotated` channels in pairs of neighbours by their positions' angles.
+
+    As complex numbers that is one pass; half precision and the compiler have none.
+    """
+    x_BHTP2, shape = x_BHTK.unflatten(-1, (-1, 2)), (*x_BHTK.shape[-2:], rotated, x_BHTK.device)
+    if x_BHTK.dtype == torch.float32 and not torch.compiler.is_compiling():
+        return torch.view_as_real(torch.view_as_complex(x_BHTP2) * _turns(*shape)).flatten(-2)
+    angle_TP = _angles(*shape)
+    cos_TP, sin_TP = angle_TP.cos().to(x_BHTK.dtype), angle_TP.sin().to(x_BHTK.dtype)
+    a, b = x_BHTP2.unbind(-1)
+    return torch.stack((a * cos_TP - b * sin_TP, b * cos_TP + a * sin_TP), -1).flatten(-2)
 
 
-def _rotate(x_BHTK: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-    """Turn the first 2F channels, in pairs (f, f + F), by the position's angles."""
-    half = cos_TF.shape[-1]
-    a, b, rest = x_BHTK.split((half, half, x_BHTK.shape[-1] - 2 * half), -1)
-    return torch.cat((a * cos_TF - b * sin_TF, b * cos_TF + a * sin_TF, rest), -1)
+def _angles(length: int, width: int, rotated: int, device: torch.device) -> Tensor:
+    """By position and pair of channels; 0 behind the first `rotated` channels."""
+    position_T = torch.arange(length, device=device, dtype=torch.float32)
+    speed_P = ROPE_BASE ** (-torch.arange(0, rotated, 2, device=device) / rotated)
+    return torch.outer(position_T, F.pad(speed_P, (0, (width - rotated) // 2)))
+
+
+@cache
+def _turns(length: int, width: int, rotated: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # what is kept serves training, too
+        angle_TP = _angles(length, width, rotated, device)
+        return torch.polar(torch.ones_like(angle_TP), angle_TP)
 
 
 def start_value(name: str, parameter: Tensor) -> Tensor | None:
