@@ -13,5 +13,8 @@ def test_the_published_arms_and_their_controls():
         "oelm": ("global", "qk"),
         "oelm_shared": ("shared", "qk"),
         "oelm_sliced": ("sliced", "qk"),
+        "oelm_lowest": ("orthogonal", "qk@1-"),
+        "oelm_v3_free": ("sliced", "qk"),
+        "oelm_v3": ("sliced", "none"),
         "orthogonal": ("orthogonal", "none"),
     }

@@ -2,7 +2,7 @@ import pytest
 
 from oelm.arms import DRAWN
 from oelm.cli.parser import with_underscores
-from oelm.config import OPERATIONAL, PRESETS, RunConfig, load_toml, resolve
+from oelm.config import ARM_KEYS, OPERATIONAL, PRESETS, RunConfig, load_toml, resolve
 from oelm.errors import UserError
 
 
@@ -38,7 +38,7 @@ def test_an_arm_brings_no_training_setting():
     for name in DRAWN:
         arm, baseline = resolve({"model_type": name}).model_dump(), resolve({}).model_dump()
         changed = {key for key in arm if arm[key] != baseline[key]}
-        assert changed <= {"model_type", "frames", "freeze"}
+        assert changed <= {"model_type", *ARM_KEYS} - {"lr_scale"}
 
 
 def test_the_written_config_resolves_to_itself(tmp_path):
@@ -70,7 +70,7 @@ def test_another_arm_over_a_written_config_is_that_arm_whole(tmp_path):
         ({"min_lr": "0.1", "max_lr": "0.01"}, ["min_lr", "max_lr"]),
         ({"micro_batch": "3"}, ["micro_batch 3", "batch_size 8"]),
         ({"schedule": "linear"}, ["schedule", "cosine"]),
-        ({"model_type": "oelm_v3x"}, ["unknown arm", "oelm_v2"]),
+        ({"model_type": "oelm_v4"}, ["unknown arm", "oelm_v"]),
         ({"preset": "poket"}, ["unknown preset", "pocket"]),
         ({"lr": "1"}, ["unknown setting lr"]),
         ({"use_amp": "perhaps"}, ["use_amp"]),

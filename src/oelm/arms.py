@@ -45,6 +45,17 @@ ARMS: dict[str, Arm] = {
     "oelm_sliced": _arm(
         "free frames: a head's Q/K are its slice of the input, no parameters", frames="sliced", freeze="qk"
     ),
+    "oelm_lowest": _arm(
+        "head-wise orthogonal Q/K, trained in the lowest layer and frozen above it", frames="orthogonal", freeze="qk@1-"
+    ),
+    "oelm_v3_free": _arm(
+        "free frames with the keys of the token before, half-rotary positions and a small trained matrix per head",
+        frames="sliced", freeze="qk", key_shift=1.0, rope="half", core=True,
+    ),
+    "oelm_v3": _arm(
+        "oelm_v3_free above a lowest layer whose Q/K are trained from orthogonal frames",
+        frames="sliced", sliced_from=1, key_shift=1.0, rope="half", core=True,
+    ),
     "orthogonal": _arm("head-wise orthogonal Q/K, trained", frames="orthogonal"),
     "damaged_baseline": Arm(
         "", None, {"frames": "normal"}, "the published mistake: pretrained Q/K overwritten with N(0, 0.02²), trained"

@@ -1,7 +1,7 @@
 """Freezing policies as text: what is frozen, in which layers, and when.
 
     qk                      Q and K of every layer, for the whole run
-    qk@1-3                  of layers 1 to 3 (the lowest is 0); also @0,2  @top0.5  @bottom2
+    qk@1-3                  of layers 1 to 3 (the lowest is 0); also @1-  @0,2  @top0.5  @bottom2
     qk:until0.5             trained from half of the run on
     qk:last0.1              trained in its last tenth only (the same as until0.9)
     qk:from0.1              trained first, frozen as they are after a tenth of the run
@@ -187,10 +187,11 @@ def _layers(text: str, count: int) -> tuple[int, ...]:
             number = round(float(found[2]) * count) if "." in found[2] else int(found[2])
             number = max(1, number)
             chosen |= set(range(count - number, count) if found[1] == "top" else range(number))
-        elif found := re.fullmatch(r"(\d+)(?:-(\d+))?", item):
-            chosen |= set(range(int(found[1]), int(found[2] or found[1]) + 1))
+        elif found := re.fullmatch(r"(\d+)(-?)(\d*)", item):
+            first, last = int(found[1]), int(found[3] or (count - 1 if found[2] else found[1]))
+            chosen |= set(range(first, last + 1))
         else:
-            raise ValueError(f"layers {text!r}: take 0, 1-3, 0,2, top2, bottom0.5")
+            raise ValueError(f"layers {text!r}: take 0, 1-3, 1-, 0,2, top2, bottom0.5")
     if not chosen or min(chosen) < 0 or max(chosen) >= count:
         raise ValueError(f"layers {text!r}: the model has layers 0 to {count - 1}")
     return tuple(sorted(chosen))
