@@ -118,6 +118,17 @@ def test_several_data_sets_are_set_side_by_side(tmp_path):
     assert [row[3][:5] for row in rows[2:]] == ["+10.0", "+30.0"]
 
 
+def test_across_settings_plain_and_fair_gaps_have_their_own_tables(tmp_path):
+    for dataset in ("one", "two"):
+        make_arm(tmp_path / dataset, "baseline", BASE, dataset=dataset)
+        make_arm(tmp_path / dataset, "orthogonal", times(0.9), dataset=dataset)
+        make_arm(tmp_path / dataset, "oelm_v2", times(1.1), dataset=dataset)
+    plain, fair = (table for table in tables(read(tmp_path)) if "epochs" in table[0] and "oelm_v2" in table[0])
+    column = plain[0].index("oelm_v2")
+    assert plain[2][column].startswith("+10.0")
+    assert fair[2][column].startswith("+22.2")  # 1.1 / 0.9
+
+
 def test_the_verdict_stands_first_in_both_languages(made, text, tmp_path):
     assert "FAIL: every arm with frozen Q/K is worse than its fair baseline by more than 5 %" in text[:700]
     assert "- oelm\\_random: +20.0 % \\[+20.0, +20.0\\] against baseline: FAIL" in text[:700]

@@ -248,18 +248,20 @@ def _score_at(arm: Arm, share: float) -> dict[int, float]:
 def _trend(verdict: Verdict, w: Words) -> Iterator[Block]:
     yield Heading(w("trend"))
     names = list(dict.fromkeys(name for s in verdict.settings for name in s.judgements))
-    found = {n: [s.judgements[n].plain if n in s.judgements else None for s in verdict.settings] for n in names}
     settings = [s.setting.name for s in verdict.settings]
+    some = [next(iter(s.setting.judged[verdict.study.baseline].runs.values())).summary for s in verdict.settings]
     score = verdict.study.score
-    picture = figures.trend(settings, found, score, verdict.study.criterion, w("trend_axis"))
-    yield Figure(picture, w("trend_figure"))
-    rows = []
-    for i, s in enumerate(verdict.settings):
-        some = next(iter(s.setting.judged[verdict.study.baseline].runs.values())).summary
-        gaps = [found[name][i] for name in names]
-        cells = [show_gap(gap, score, w) if gap else "–" for gap in gaps]
-        rows.append([s.setting.name, f"{some['tokens_seen']:,}", f"{some['epochs']:.2f}", *cells])
-    yield Table([w("setting"), w("tokens_seen"), w("epochs"), *names], rows)
+    for kind in ("plain", "fair"):
+        judged = {n: [s.judgements.get(n) for s in verdict.settings] for n in names}
+        found = {n: [getattr(j, kind) if j else None for j in row] for n, row in judged.items()}
+        yield Figure(figures.trend(settings, found, score, verdict.study.criterion, w(kind)), w("trend_figure"))
+        cells = [[show_gap(gap, score, w) if gap else "–" for gap in row] for row in zip(*found.values(), strict=True)]
+        seen = [[f"{summary['tokens_seen']:,}", f"{summary['epochs']:.2f}"] for summary in some]
+        yield Text(w(kind))
+        yield Table(
+            [w("setting"), w("tokens_seen"), w("epochs"), *names],
+            [[name, *numbers, *row] for name, numbers, row in zip(settings, seen, cells, strict=True)],
+        )
 
 
 def _ablation(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
