@@ -15,6 +15,6 @@ def test_the_published_arms_and_their_controls():
         "oelm_sliced": ("sliced", "qk"),
         "oelm_lowest": ("orthogonal", "qk@1-"),
         "oelm_v3_free": ("sliced", "qk"),
-        "oelm_v3": ("sliced", "none"),
+        "oelm_v3": ("sliced", "qk"),
         "orthogonal": ("orthogonal", "none"),
     }

@@ -49,12 +49,12 @@ ARMS: dict[str, Arm] = {
         "head-wise orthogonal Q/K, trained in the lowest layer and frozen above it", frames="orthogonal", freeze="qk@1-"
     ),
     "oelm_v3_free": _arm(
-        "free frames with the keys of the token before, half-rotary positions and a small trained matrix per head",
-        frames="sliced", freeze="qk", key_shift=1.0, rope="half", core=True,
+        "free frames with the keys of the token before and half-rotary positions: no Q/K parameters",
+        frames="sliced", freeze="qk", key_shift=1.0, rope="half",
     ),
     "oelm_v3": _arm(
-        "oelm_v3_free above a lowest layer whose Q/K are trained from orthogonal frames",
-        frames="sliced", sliced_from=1, key_shift=1.0, rope="half", core=True,
+        "oelm_v3_free with a trained d_head x d_head matrix per head",
+        frames="sliced", freeze="qk", key_shift=1.0, rope="half", core=True,
     ),
     "orthogonal": _arm("head-wise orthogonal Q/K, trained", frames="orthogonal"),
     "damaged_baseline": Arm(

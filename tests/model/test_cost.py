@@ -21,7 +21,7 @@ def test_parameters_of_medium_512_to_the_last_one():
 @pytest.mark.parametrize("arm", DRAWN)
 def test_frozen_arms_freeze_3145728_parameters_of_medium_512(arm):
     frozen = sum(part.frozen for part in cost.parts(resolve({"model_type": arm})))
-    matrices = {"oelm_shared": 2, "oelm_sliced": 0, "oelm_lowest": 10, "oelm_v3_free": 0}.get(arm, 12)
+    matrices = {"oelm_shared": 2, "oelm_sliced": 0, "oelm_lowest": 10, "oelm_v3_free": 0, "oelm_v3": 0}.get(arm, 12)
     assert frozen == (matrices * 262_144 if DRAWN[arm].settings.get("freeze") else 0)
 
 
