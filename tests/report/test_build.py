@@ -158,6 +158,19 @@ def test_an_unfinished_plan_gives_an_interim_report(tmp_path):
     assert "INTERIM" not in read(out)
 
 
+def test_it_prints_the_commands_that_make_it_again(tmp_path):
+    for seed, name in enumerate(("first", "second"), 1):
+        plan = tmp_path / f"{name}.toml"
+        plan.write_text(f'out = "x"\n[matrix]\nmodel_type = ["baseline"]\nseed = [{seed}]\n')
+        load_plan(plan, tmp_path / "study" / name).leave_copy()
+        make_run(tmp_path / "study" / name, f"baseline_seed{seed}", "baseline", seed)
+    text = read(tmp_path / "study")
+    assert "oelm run first.toml --out outputs/study/first\n" in text
+    assert "oelm run second.toml --out outputs/study/second\n" in text
+    assert "oelm report outputs/study --lang en\n" in text
+    assert str(tmp_path) not in text
+
+
 def test_update_appends_a_dated_entry(tmp_path, oelm):
     make_run(tmp_path, "GPT-01", test=2.0)
     for _ in range(2):

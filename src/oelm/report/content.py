@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -362,13 +363,16 @@ def _reproduce(verdict: Verdict, w: Words) -> Iterator[Block]:
         (r.config.dataset, _tokenizer(r), tuple(map(str, r.data.get("labels", [])))) for r in study.runs
     ):
         yield Code(prepare_command(name, tokenizer, f"data/{name}", labels))
+    home = Path("outputs") / study.root.resolve().name
     for plan in study.plans:
-        yield Code(f"oelm run {quote(plan.name)}.toml")
+        place = home / plan.out.relative_to(study.root)
+        yield Code(f"oelm run {quote(plan.name)}.toml --out {quote(str(place))}")
         yield Text(f"{plan.name}.toml:")
         yield Code(plan.text().rstrip())
     if not study.plans:
-        names = [quote(run.id) for run in study.runs]
-        yield Code("\n".join(f"oelm train {name}/config.toml --out_dir again/{name}" for name in names))
+        runs = [(quote(run.id), quote(str(home / run.id))) for run in study.runs]
+        yield Code("\n".join(f"oelm train {name}/config.toml --out_dir {place}" for name, place in runs))
+    yield Code(f"oelm report {quote(str(home))} --lang {w.language}")
     for setting in study.settings:
         data: Mapping[str, Any] = setting.values["data"]
         source, tokenizer = str(data.get("source_hash", ""))[:16], str(data.get("tokenizer_hash", ""))[:16]
