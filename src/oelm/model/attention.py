@@ -11,8 +11,9 @@ from oelm.config import RunConfig
 from oelm.model.dropout import keep_mask
 from oelm.model.extras import Mixing, Projection
 
-QUERY_BLOCK = 128
-"""Queries that block attention takes at a time; half as many with dropout, whose masks fill the cache too."""
+QUERY_BLOCK, LEAST_BLOCK = 128, 64
+"""Queries that block attention takes at a time; half as many with dropout, whose masks fill the cache too, and where
+fewer make a second block: one alone would compute what is then hidden."""
 BLOCKS_PAY = 768
 """Tokens up to which blocks are faster on a CPU than torch's own attention (1.1 to 1.3 x, but at 256, where they are
 even). With dropout they always are: torch would compute the whole square."""
@@ -112,7 +113,9 @@ class _BlockAttention(torch.autograd.Function):
         d_y_NTK = d_y_BHTK.flatten(0, 1)
         if keeps := saved[len(blocks) :]:
             d_y_NTK = d_y_NTK * ctx.factor
-        d_q_NTK, d_k_NTK, d_v_NTK = torch.empty_like(q_NTK), torch.empty_like(k_NTK), torch.empty_like(v_NTK)
+        d_q_NTK = torch.empty_like(q_NTK)
+        d_k_NTK: Any = None
+        d_v_NTK: Any = None
         for index, (here, seen) in reversed(list(enumerate(blocks))):
             weight_NQS = dropped_NQS = saved[index]
             d_weight_NQS = torch.bmm(d_y_NTK[:, here], v_NTK[:, seen].mT)
@@ -123,9 +126,11 @@ class _BlockAttention(torch.autograd.Function):
             d_score_NQS = torch._softmax_backward_data(d_weight_NQS, weight_NQS, -1, weight_NQS.dtype)
             d_q_NTK[:, here] = torch.bmm(d_score_NQS, k_NTK[:, seen])
             d_k_here_NSK = torch.bmm(d_score_NQS.mT, q_NTK[:, here])
-            write = Tensor.copy_ if index == len(blocks) - 1 else Tensor.add_  # the last block has seen all keys
-            write(d_k_NTK[:, seen], d_k_here_NSK)
-            write(d_v_NTK[:, seen], d_v_here_NSK)
+            if d_k_NTK is None:  # the last block has seen all keys
+                d_k_NTK, d_v_NTK = d_k_here_NSK, d_v_here_NSK
+            else:
+                d_k_NTK[:, seen] += d_k_here_NSK
+                d_v_NTK[:, seen] += d_v_here_NSK
         for gradient in (d_q_NTK, d_k_NTK):
             gradient.mul_(q_NTK.shape[-1] ** -0.5)
         return *(gradient.view(ctx.shape) for gradient in (d_q_NTK, d_k_NTK, d_v_NTK)), None
@@ -133,7 +138,7 @@ class _BlockAttention(torch.autograd.Function):
 
 def _blocks(length: int, dropout: float) -> list[tuple[slice, slice]]:
     """(queries, the keys that any of them may see), block by block."""
-    block = -(-QUERY_BLOCK // 2) if dropout else QUERY_BLOCK
+    block = -(-QUERY_BLOCK // 2) if dropout else min(QUERY_BLOCK, max(LEAST_BLOCK, length // 2))
     ends = [min(start + block, length) for start in range(0, length, block)]
     return [(slice(block * i, end), slice(0, end)) for i, end in enumerate(ends)]
 
