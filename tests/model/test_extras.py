@@ -5,7 +5,7 @@ import torch
 
 from oelm.config import resolve
 from oelm.errors import UserError
-from oelm.model import freeze
+from oelm.model import cost, freeze
 from oelm.model.build import build_model
 
 SHAPE = dict(preset="tiny", d_model=48, num_heads=3, num_layers=2, d_ff=96, seq_len=24, vocab_size=101)
@@ -105,6 +105,17 @@ def test_each_pair_of_channels_turns_by_its_positions_angle(dtype, off):
         a, b = x[0, 1, t, 2 * p : 2 * p + 2].double().tolist()
         wanted = [a * math.cos(angle) - b * math.sin(angle), a * math.sin(angle) + b * math.cos(angle)]
         assert turned[0, 1, t, 2 * p : 2 * p + 2].tolist() == pytest.approx(wanted, abs=off)
+
+
+def test_positions_serve_training_after_inspection_and_evaluation():
+    """Their table is made once: not of the fake tensors of an inspection, nor of an evaluation's."""
+    config = resolve({**SHAPE, "frames": "orthogonal", "rope": "full"})
+    cost.activation_bytes(config)
+    model = build_model(config)
+    with torch.inference_mode():
+        model.eval()(tokens()[:, :5])
+    model.train()(tokens(), tokens(1)).backward()
+    assert model.blocks[0].attention.q.weight.grad.abs().sum() > 0
 
 
 def test_the_half_rotation_leaves_the_other_half_alone():

@@ -5,7 +5,6 @@ On the way from the input to the attention logits, in this order:
     projection (+ LoRA, + bias) -> key shift, key convolution -> core, gain, temperature -> QK-norm -> RoPE
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +45,9 @@ class Mixing(nn.Module):
         self.shifted = round(config.key_shift * config.d_head)
         self.normed = config.qk_norm
         self.rotated = {"none": 0, "half": config.d_head // 2, "full": config.d_head}[config.rope]
+        self.seq_len = config.seq_len
+        self.turns: Tensor | None = None
+        """Unit complex numbers by position and pair of channels; made when they are first needed."""
         heads, width = config.num_heads, config.d_head
         if config.key_conv:
             self.conv = nn.Parameter(torch.empty(heads, config.key_conv, 1, width))
@@ -73,8 +75,18 @@ class Mixing(nn.Module):
         if self.normed:
             q_BHTK, k_BHTK = (F.rms_norm(tensor, tensor.shape[-1:]) for tensor in (q_BHTK, k_BHTK))
         if self.rotated:
-            q_BHTK, k_BHTK = _rotate(q_BHTK, self.rotated), _rotate(k_BHTK, self.rotated)
+            q_BHTK, k_BHTK = self._turned(q_BHTK), self._turned(k_BHTK)
         return q_BHTK, k_BHTK
+
+    def _turned(self, x_BHTK: Tensor) -> Tensor:
+        length, device = x_BHTK.shape[-2], x_BHTK.device
+        if x_BHTK.dtype != torch.float32 or torch.compiler.is_compiling():
+            return _rotate(x_BHTK, _angles(length, x_BHTK.shape[-1], self.rotated, device))
+        if self.turns is None or self.turns.device != device:
+            with torch.inference_mode(False):  # it serves training, too
+                angle_TP = _angles(self.seq_len, x_BHTK.shape[-1], self.rotated, device)
+                self.turns = torch.polar(torch.ones_like(angle_TP), angle_TP)
+        return _rotate_complex(x_BHTK, self.turns[:length])
 
 
 class _Earlier(torch.autograd.Function):
@@ -100,18 +112,16 @@ class _Earlier(torch.autograd.Function):
         return d_x_BHTK, None, None
 
 
-def _rotate(x_BHTK: Tensor, rotated: int) -> Tensor:
-    """Turn the first `rotated` channels in pairs of neighbours by their positions' angles.
-
-    As complex numbers that is one pass; half precision and the compiler have none.
-    """
-    x_BHTP2, shape = x_BHTK.unflatten(-1, (-1, 2)), (*x_BHTK.shape[-2:], rotated, x_BHTK.device)
-    if x_BHTK.dtype == torch.float32 and not torch.compiler.is_compiling():
-        return torch.view_as_real(torch.view_as_complex(x_BHTP2) * _turns(*shape)).flatten(-2)
-    angle_TP = _angles(*shape)
+def _rotate(x_BHTK: Tensor, angle_TP: Tensor) -> Tensor:
+    """Turn the channels in pairs of neighbours."""
+    a, b = x_BHTK.unflatten(-1, (-1, 2)).unbind(-1)
     cos_TP, sin_TP = angle_TP.cos().to(x_BHTK.dtype), angle_TP.sin().to(x_BHTK.dtype)
-    a, b = x_BHTP2.unbind(-1)
     return torch.stack((a * cos_TP - b * sin_TP, b * cos_TP + a * sin_TP), -1).flatten(-2)
+
+
+def _rotate_complex(x_BHTK: Tensor, turn_TP: Tensor) -> Tensor:
+    """The same in one pass, the pairs taken as complex numbers, which half precision and the compiler lack."""
+    return torch.view_as_real(torch.view_as_complex(x_BHTK.unflatten(-1, (-1, 2))) * turn_TP).flatten(-2)
 
 
 def _angles(length: int, width: int, rotated: int, device: torch.device) -> Tensor:
@@ -119,13 +129,6 @@ def _angles(length: int, width: int, rotated: int, device: torch.device) -> Tens
     position_T = torch.arange(length, device=device, dtype=torch.float32)
     speed_P = ROPE_BASE ** (-torch.arange(0, rotated, 2, device=device) / rotated)
     return torch.outer(position_T, F.pad(speed_P, (0, (width - rotated) // 2)))
-
-
-@cache
-def _turns(length: int, width: int, rotated: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # what is kept serves training, too
-        angle_TP = _angles(length, width, rotated, device)
-        return torch.polar(torch.ones_like(angle_TP), angle_TP)
 
 
 def start_value(name: str, parameter: Tensor) -> Tensor | None:
