@@ -23,7 +23,7 @@ def test_help_imports_no_torch(arguments):
         (["trian"], ["trian"]),
         (["train", "--max_rl", "1"], ["--max_rl", "--max_lr"]),
         (["train", "--max-lr"], ["max_lr"]),
-        (["inspect", "--model_type", "oelm_v9"], ["oelm_v9", "oelm_v2"]),
+        (["inspect", "--model_type", "oelm_v9"], ["oelm_v9", "did you mean oelm_v3"]),
         (["inspect", "--num_heads", "7"], ["num_heads"]),
         (["train", "--dataset", "tinystorys"], ["tinystorys", "did you mean tinystories"]),
         (["train", "--dataset", "tinystories"], ["oelm prepare tinystories"]),
