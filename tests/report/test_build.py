@@ -171,6 +171,16 @@ def test_it_prints_the_commands_that_make_it_again(tmp_path):
     assert str(tmp_path) not in text
 
 
+def test_the_table_of_arms_tells_what_is_frozen_and_what_was_added(tmp_path):
+    make_run(tmp_path, "a", "baseline", 1)
+    make_run(tmp_path, "b", "oelm_lowest", 1)
+    make_run(tmp_path, "c", "oelm_v3", 1)
+    rows = {row[0]: row for row in find(read(tmp_path), "Q/K start")}
+    assert rows["oelm_lowest"][3] == "qk@1-"
+    assert (rows["baseline"][3], rows["oelm_v3"][3]) == ("no", "Q/K")
+    assert all(extra in rows["oelm_v3"][1] for extra in ("key_shift 1.0", "rope half", "core True"))
+
+
 def test_update_appends_a_dated_entry(tmp_path, oelm):
     make_run(tmp_path, "GPT-01", test=2.0)
     for _ in range(2):

@@ -141,9 +141,11 @@ def _setting(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
                  clip=config.grad_clip, schedule=config.schedule, warmup=config.warmup_steps))  # fmt: skip
     rows = []
     for name, arm in s.setting.judged.items():
+        start = "; ".join((w(f"frames_{arm.config.frames}"), *(f"{k} {v}" for k, v in arm.config.extras.items())))
+        frozen = w("yes") if arm.config.freeze in ("qk", "none") else arm.config.freeze
         rows.append(
-            [name, w(f"frames_{arm.config.frames}"), f"{arm.config.qk_scale:.3g}" if arm.config.qk_scale else "–",
-             w("no" if arm.trained else "yes"),
+            [name, start, f"{arm.config.qk_scale:.3g}" if arm.config.qk_scale else "–",
+             w("no") if arm.trained else frozen,
              ", ".join(f"{rate:g}" for rate in arm.rates), ", ".join(map(str, arm.runs))]
         )  # fmt: skip
     yield Table([w(k) for k in ("arm", "qk_start", "qk_std", "frozen", "grid", "seeds")], rows)
