@@ -253,13 +253,13 @@ def _trend(verdict: Verdict, w: Words) -> Iterator[Block]:
     names = list(dict.fromkeys(name for s in verdict.settings for name in s.judgements))
     settings = [s.setting.name for s in verdict.settings]
     some = [next(iter(s.setting.judged[verdict.study.baseline].runs.values())).summary for s in verdict.settings]
+    seen = [[f"{summary['tokens_seen']:,}", f"{summary['epochs']:.2f}"] for summary in some]
+    judged = {n: [s.judgements.get(n) for s in verdict.settings] for n in names}
     score = verdict.study.score
     for kind in ("plain", "fair"):
-        judged = {n: [s.judgements.get(n) for s in verdict.settings] for n in names}
         found = {n: [getattr(j, kind) if j else None for j in row] for n, row in judged.items()}
         yield Figure(figures.trend(settings, found, score, verdict.study.criterion, w(kind)), w("trend_figure"))
         cells = [[show_gap(gap, score, w) if gap else "–" for gap in row] for row in zip(*found.values(), strict=True)]
-        seen = [[f"{summary['tokens_seen']:,}", f"{summary['epochs']:.2f}"] for summary in some]
         yield Text(w(kind))
         yield Table(
             [w("setting"), w("tokens_seen"), w("epochs"), *names],
