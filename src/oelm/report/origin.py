@@ -1,0 +1,85 @@
+"""Where a report comes from: the published figures beside ours, and the commands that make it again."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from oelm import encoders
+from oelm.data.sources import prepare_command
+from oelm.lab.score import PERPLEXITY
+from oelm.lab.stats import INCONCLUSIVE
+from oelm.lab.study import Run
+from oelm.lab.verdict import Verdict
+from oelm.report.blocks import Block, Code, Heading, Table, Text
+from oelm.report.said import said
+from oelm.report.words import Words
+
+
+def published(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, Any]]) -> Iterator[Block]:
+    """The published figures beside the runs whose id, or folder, begins with theirs."""
+    yield Heading(w("published"))
+    rows = []
+    for key, figure in published.items():
+        run = next((run for run in verdict.study.runs if run.folder.path.name.startswith(key)), None)
+        other = published.get(str(figure.get("against")))
+        gap = said(math.log(figure["ppl"] / other["ppl"]), PERPLEXITY) + " %" if other else "–"
+        mine = w("not_run")
+        if run is not None:
+            final = run.score("val")
+            shown = run.measure.text(final) if final < math.inf else w(f"state_{run.status.state}")
+            mine = shown + "".join(w("in_brackets", text=text) for text in [_other_settings(run, figure)] if text)
+        rows.append(
+            [key, figure["dataset"], figure["arm"], f"{figure['max_lr']:g}", f"{figure['steps']:,}",
+             f"{figure['ppl']:.4f}", gap, INCONCLUSIVE if other else "–", mine]
+        )  # fmt: skip
+    keys = ("run", "setting", "arm", "rate", "axis_steps", "published_ppl", "published_gap", "judged", "ours")
+    yield Table([w(key) for key in keys], rows)
+    yield Text(w("published_note"))
+
+
+def _other_settings(run: Run, figure: Mapping[str, Any]) -> str:
+    """What a run does otherwise than the published one of its name."""
+    mine = {"dataset": run.config.dataset, "arm": run.config.model_type, "max_lr": run.config.max_lr,
+            "steps": run.config.max_steps}  # fmt: skip
+    alike = {"dataset": str(figure["dataset"]).lower().replace("-", "")}
+    return ", ".join(f"{key} {value}" for key, value in mine.items() if value != alike.get(key, figure[key]))
+
+
+def reproduce(verdict: Verdict, w: Words) -> Iterator[Block]:
+    study = verdict.study
+    yield Heading(w("reproduce"))
+    parts = [run.environment[-1] for run in study.runs if run.environment]
+    if parts:
+        facts = {key: ", ".join(sorted({str(part.get(key))[:12] for part in parts if part.get(key)})) or "?"
+                 for key in ("oelm", "git", "torch", "python")}  # fmt: skip
+        yield Text(w("reproduce_text", version=facts["oelm"], commit=facts["git"], device=_devices(parts, w),
+                     torch=facts["torch"], python=facts["python"]))  # fmt: skip
+    for name, tokenizer, labels in dict.fromkeys(
+        (r.config.dataset, _tokenizer(r), tuple(map(str, r.data.get("labels", [])))) for r in study.runs
+    ):
+        yield Code(prepare_command(name, tokenizer, f"data/{name}", labels))
+    home = Path("outputs") / study.root.resolve().name
+    for plan in study.plans:
+        place = home / plan.out.relative_to(study.root)
+        yield Code(f"oelm run {quote(plan.name)}.toml --out {quote(str(place))}")
+        yield Text(f"{plan.name}.toml:")
+        yield Code(plan.text().rstrip())
+    if not study.plans:
+        runs = [(quote(run.id), quote(str(home / run.id))) for run in study.runs]
+        yield Code("\n".join(f"oelm train {name}/config.toml --out_dir {place}" for name, place in runs))
+    yield Code(f"oelm report {quote(str(home))} --lang {w.language}")
+    for setting in study.settings:
+        data: Mapping[str, Any] = setting.values["data"]
+        source, tokenizer = str(data.get("source_hash", ""))[:16], str(data.get("tokenizer_hash", ""))[:16]
+        yield Text(w("hashes", setting=setting.name, source=source or "?", tokenizer=tokenizer or "?"))
+
+
+def _tokenizer(run: Run) -> str:
+    name = str(run.data.get("tokenizer", ""))
+    return name if name != "encoder" else run.config.arch if encoders.is_pretrained(run.config.arch) else "ENCODER"
+
+
+def _devices(parts: list[dict[str, Any]], w: Words) -> str:
+    return "; ".join(sorted({f"{p.get('device_name')}{w('threads', n=p.get('threads'))}" for p in parts}))
