@@ -1,6 +1,7 @@
 """The machine that a run is on: its cores, and what must stay the same for equal bits."""
 
 import ctypes
+import mmap
 import os
 import platform
 import socket
@@ -12,6 +13,12 @@ from typing import Any
 import psutil
 
 from oelm.errors import UserError
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+"""Names of malloc.h."""
+USUAL_TOP_PAD = 128 * 1024
+HEAP_ROOM = 2**31 - 2**21
+"""The most that mallopt takes, an int."""
 
 
 def cores() -> int:
@@ -51,10 +58,28 @@ def keep_memory() -> None:
     and zeroed. A step of medium-512 took 4.65 s instead of 5.09 s, one of pocket 138 ms instead of 150 ms.
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
         libc = ctypes.CDLL(None)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         libc.mallopt(M_MMAP_MAX, 0)
+        _ask_for_huge_pages(libc)
+
+
+def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
+    """Let the heap grow once by HEAP_ROOM, of addresses and not yet of memory, and ask for it to be in huge pages.
+
+    A step of medium-512 then takes about 0.96, one of pocket 0.99 of its time. Where there is no such room, or
+    nobody gets huge pages, all stays as it is.
+    """
+    libc.sbrk.restype = libc.malloc.restype = ctypes.c_void_p
+    libc.sbrk.argtypes, libc.malloc.argtypes = [ctypes.c_ssize_t], [ctypes.c_size_t]
+    libc.free.argtypes, libc.madvise.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    begin = libc.sbrk(0)
+    libc.mallopt(M_TOP_PAD, HEAP_ROOM)
+    libc.free(libc.malloc(HEAP_ROOM // 16))
+    libc.mallopt(M_TOP_PAD, USUAL_TOP_PAD)
+    begin, size = begin + -begin % mmap.PAGESIZE, libc.sbrk(0) - begin
+    if size >= HEAP_ROOM:
+        libc.madvise(begin, size - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
 
 
 def leave_with_parent(number: int) -> None:

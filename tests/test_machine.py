@@ -1,0 +1,51 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages"
+)
+
+HEAP_FLAGS = """
+def heap_flags():
+    mapped = open("/proc/self/smaps").read().split("[heap]")[1:]
+    return {flag for part in mapped for flag in part.partition("VmFlags:")[2].splitlines()[0].split()}
+"""
+
+
+def run(code: str) -> str:
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+def test_the_heap_asks_for_huge_pages_and_large_buffers_lie_in_it() -> None:
+    code = f"""{HEAP_FLAGS}
+import ctypes
+from oelm.machine import keep_memory
+end = ctypes.CDLL(None).sbrk
+end.restype = ctypes.c_void_p
+begin = end(0)
+assert "hg" not in heap_flags()
+keep_memory()
+assert "hg" in heap_flags()
+grown = end(0)
+buffer = ctypes.create_string_buffer(256 * 2**20)
+middle = ctypes.addressof(buffer) + 128 * 2**20
+print(begin < middle < grown == end(0))
+"""
+    assert run(code) == "True"
+
+
+def test_a_process_that_may_not_have_such_room_goes_on_without_it() -> None:
+    code = f"""{HEAP_FLAGS}
+import resource
+from oelm.machine import keep_memory
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+keep_memory()
+kept = bytearray(100 * 2**20)
+print(len(kept), "hg" in heap_flags())
+"""
+    assert run(code) == f"{100 * 2**20} False"
