@@ -8,11 +8,12 @@ import pytest
 from scipy.stats import binomtest
 
 from oelm.errors import UserError
+from oelm.lab.announce import as_json, sentence
 from oelm.lab.plan import load_plan
 from oelm.lab.score import ACCURACY, PERPLEXITY
 from oelm.lab.stats import accuracy_bounds, answers_bootstrap, mcnemar
 from oelm.lab.study import load_study
-from oelm.lab.verdict import as_json, reach_verdict, sentence
+from oelm.lab.verdict import reach_verdict
 from oelm.report.answers import confusion
 from tests.lab.made_runs import DATA, make_run
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from oelm.config import resolve
 from oelm.lab.plan import load_plan
 from oelm.lab.status import LabWatcher, RunWatcher, find_runs
-from oelm.lab.watch import chart, live_table, status_table
+from oelm.lab.watch import live_table, status_table
 
 START = datetime(2026, 2, 9, 16, 8).astimezone()
 
@@ -216,11 +216,8 @@ def test_the_verbs_that_look_at_runs(oelm, tmp_path):
     assert [(f["id"], f["state"]) for f in found] == [("one", "died"), ("two", "died")]
     assert "+10.5%" in oelm("status", tmp_path).out
     assert oelm("logs", tmp_path / "one").out == "hello log\n"
-    shown = oelm("compare", tmp_path / "one", tmp_path / "two").out
-    assert "+10.5%" in shown
-    assert "o one" in shown
     assert "not running" in oelm("stop", tmp_path / "one").out
-    for arguments in (["status", tmp_path / "nothere"], ["logs", tmp_path], ["stop"], ["compare", tmp_path]):
+    for arguments in (["status", tmp_path / "nothere"], ["logs", tmp_path], ["stop"]):
         result = oelm(*arguments)
         assert (result.code, len(result.err.strip().splitlines())) == (2, 1)
 
@@ -229,12 +226,6 @@ def test_a_table_shows_columns_only_where_there_is_something_to_show(tmp_path):
     make_run(tmp_path, "one")
     headings = [column.header for column in status_table(LabWatcher(tmp_path).look()).columns]
     assert headings == ["run", "arm", "state", "step", "%", "started", "elapsed", "loss", "val PPL"]
-
-
-def test_a_chart_puts_high_above_low():
-    lines = chart({"a": {0: 100.0, 10: 1.0}}, "{:.2f}".format, width=11, height=3).splitlines()
-    assert lines[0].endswith("┤o          ")
-    assert lines[2].endswith("┤          o")
 
 
 GARBAGE = [

@@ -142,7 +142,7 @@ def compare_verb(parser: Parser) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    from oelm.lab.watch import compare_runs
+    from oelm.lab.compare import compare_runs
 
     compare_runs([_existing(run) for run in options.runs])
 
@@ -170,8 +170,8 @@ def _rule_flags(parser: Parser) -> None:
 
 
 def _verdict(options: argparse.Namespace) -> int:
+    from oelm.lab.announce import show_verdict
     from oelm.lab.study import load_study
-    from oelm.lab.verdict import show_verdict
 
     return show_verdict(load_study(options.folder, options.baseline, options.criterion), options.json)
 

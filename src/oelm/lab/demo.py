@@ -6,11 +6,12 @@ from oelm.data.prepare import prepare
 from oelm.data.progress import progress_bar
 from oelm.data.tokens import read_meta
 from oelm.errors import UserError
+from oelm.lab.announce import print_verdict
 from oelm.lab.plan import load_plan
 from oelm.lab.queue import Queue
 from oelm.lab.status import LabWatcher
 from oelm.lab.study import load_study
-from oelm.lab.verdict import print_verdict, reach_verdict
+from oelm.lab.verdict import reach_verdict
 from oelm.lab.watch import make_console, watching
 from oelm.machine import cores
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from oelm import encoders
+from oelm.lab.outcome import Run
 from oelm.lab.score import ACCURACY, PERPLEXITY
 from oelm.lab.stats import MIN_SEEDS
-from oelm.lab.study import Run, Setting, Study, differences
+from oelm.lab.study import Setting, Study, differences
 from oelm.train.metrics import perplexity
 
 TEXTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
-"""What people look at while runs go on: the progress table, live or once; logs; stopping; comparing curves."""
+"""What people look at while runs go on: the progress table, live or once; logs; stopping."""
 
 import json
-import math
 import os
 import signal
 import sys
@@ -21,9 +20,7 @@ from rich.table import Table
 
 from oelm.errors import UserError
 from oelm.lab.queue import running_queues
-from oelm.lab.score import PERPLEXITY, score_of
 from oelm.lab.status import LabWatcher, RunStatus, find_runs, watch_folder
-from oelm.train import metrics
 from oelm.train.folder import RunFolder
 
 STYLES = {
@@ -219,68 +216,6 @@ def stop_everything(roots: list[Path]) -> None:
     stop_runs(runs)
     if not queues and not runs:
         print(f"nothing is running below {', '.join(map(str, roots))}")
-
-
-def compare_runs(runs: list[Path]) -> None:
-    """A table of validation losses at common steps, and the curves as a chart of characters."""
-    console = make_console()
-    curves: dict[str, dict[int, float]] = {}
-    """Scores by step."""
-    alone = {run: sum(other.resolve().name == run.resolve().name for other in runs) == 1 for run in runs}
-    shapes = set()
-    for run in runs:
-        config = RunFolder(run).config()
-        score = score_of(config)
-        shapes.add((score, config.dataset, config.vocab_size, config.d_model, config.num_layers, config.seq_len))
-        name = run.resolve().name if alone[run] else str(run)
-        curves[name] = {
-            r["step"]: score.from_record(r[score.summary])
-            for r in metrics.read(RunFolder(run).metrics, "val")
-            if isinstance(r.get(score.summary), float) and math.isfinite(r[score.summary])
-        }
-        if not curves[name]:
-            raise UserError(f"{run} has no validation yet: there is nothing to compare")
-    common = sorted(set.intersection(*(set(curve) for curve in curves.values())))
-    if not common:
-        raise UserError("the runs have no validated step in common: compare runs with the same val_interval")
-    shown = common if len(common) <= 12 else [common[round(i * (len(common) - 1) / 11)] for i in range(12)]
-    table = Table("step", box=None, header_style="bold", pad_edge=False)
-    names = list(curves)
-    for name in names:
-        table.add_column(f"{name} {score.label}", justify="right")
-    for name in names[1:]:
-        table.add_column(f"{name} vs {names[0]}", justify="right")
-    for step in shown:
-        changes = (score.change(curves[name][step] - curves[names[0]][step]) for name in names[1:])
-        gaps = (f"{change:+.1f}{'%' if score is PERPLEXITY else ' points'}" for change in changes)
-        table.add_row(f"{step:,}", *(score.text(curves[name][step]) for name in names), *gaps)
-    console.print(table)
-    if score is not PERPLEXITY:  # better is higher up
-        curves = {name: {step: -value for step, value in curve.items()} for name, curve in curves.items()}
-    text = score.text if score is PERPLEXITY else lambda value: score.text(-value)
-    console.print(chart(curves, text, min(72, console.width - 14)))
-    if len(shapes) > 1:
-        console.print("The runs differ in data, task or model shape: their scores cannot be set against each other.")
-
-
-def chart(curves: dict[str, dict[int, float]], shown: Callable[[float], str], width: int = 72, height: int = 16) -> str:
-    """Curves of scores over steps: losses, so that perplexity's axis is logarithmic, or errors."""
-    marks = "ox+*#@%&"
-    points = [(step, value) for curve in curves.values() for step, value in curve.items()]
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    grid = [[" "] * width for _ in range(height)]
-    for mark, curve in zip(marks * len(curves), curves.values(), strict=False):
-        for step, value in curve.items():
-            column = round((step - left) / max(1, right - left) * (width - 1))
-            row = round((high - value) / max(1e-9, high - low) * (height - 1))
-            grid[row][column] = mark
-    labels = [f"{shown(high):>10}", *[" " * 10] * (height - 2), f"{shown(low):>10}"]
-    lines = [f"{label} ┤{''.join(row)}" for label, row in zip(labels, grid, strict=True)]
-    lines.append(" " * 11 + "└" + "─" * width)
-    lines.append(" " * 12 + f"{left:,}".ljust(width - 10) + f"{right:,}".rjust(10))
-    lines.append(" " * 12 + "   ".join(f"{m} {n}" for m, n in zip(marks * len(curves), curves, strict=False)))
-    return "\n".join(lines)
 
 
 def _clock(moment: str | None) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from oelm.errors import UserError
 from oelm.files import disk_errors, write_atomic
+from oelm.lab.announce import as_json
 from oelm.lab.status import RunStatus
 from oelm.lab.study import load_study
-from oelm.lab.verdict import Verdict, as_json, reach_verdict
+from oelm.lab.verdict import Verdict, reach_verdict
 from oelm.report import html, markdown, typst
 from oelm.report.blocks import Document
 from oelm.report.content import compose

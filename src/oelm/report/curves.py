@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from oelm.lab.outcome import Run
 from oelm.lab.score import HIGHEST, PERPLEXITY, Score
-from oelm.lab.study import Arm, Run
+from oelm.lab.study import Arm
 from oelm.lab.verdict import STEPS, SettingVerdict, Verdict
 from oelm.report import figures
 from oelm.report.blocks import Block, Figure, Heading, Table, Text

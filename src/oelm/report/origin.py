@@ -8,9 +8,9 @@ from typing import Any
 
 from oelm import encoders
 from oelm.data.sources import prepare_command
+from oelm.lab.outcome import Run
 from oelm.lab.score import PERPLEXITY
 from oelm.lab.stats import INCONCLUSIVE
-from oelm.lab.study import Run
 from oelm.lab.verdict import Verdict
 from oelm.report.blocks import Block, Code, Heading, Table, Text
 from oelm.report.said import said

@@ -7,7 +7,7 @@ from pathlib import Path
 from oelm.config import RunConfig
 from oelm.data.tokenizer import load_tokenizer
 from oelm.errors import UserError
-from oelm.lab.study import Run
+from oelm.lab.outcome import Run
 from oelm.report import figures
 from oelm.report.blocks import Block, Code, Figure, Heading, Notice, PageBreak, Text
 from oelm.report.words import Words
