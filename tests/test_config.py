@@ -74,6 +74,10 @@ def test_another_arm_over_a_written_config_is_that_arm_whole(tmp_path):
         ({"preset": "poket"}, ["unknown preset", "pocket"]),
         ({"lr": "1"}, ["unknown setting lr"]),
         ({"use_amp": "perhaps"}, ["use_amp"]),
+        ({"freeze": "qk@9"}, ["freeze qk@9", "layers 0 to 5"]),
+        ({"lr_scale": "qk"}, ["lr_scale qk", "PATTERN=FACTOR"]),
+        ({"sliced_keys": "next"}, ["sliced_keys next", "not sliced"]),
+        ({"key_shift": "0.001"}, ["key_shift 0.001", "64 channels"]),
     ],
 )
 def test_a_bad_value_is_named_in_one_line(flags, words):
@@ -82,6 +86,10 @@ def test_a_bad_value_is_named_in_one_line(flags, words):
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_policy_that_freezes_nothing_has_one_name():
+    assert {resolve({"freeze": text}).identity() for text in ("", "none", " none ")} == {resolve({}).identity()}
 
 
 def test_flags_take_dashes_or_underscores_and_values_keep_theirs():

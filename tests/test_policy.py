@@ -92,6 +92,14 @@ def test_a_polar_factor_is_taken_at_the_moment_of_freezing_only():
         ("qk@top5", "layers 0 to 3"),
         ("qk@middle", "take 0, 1-3"),
         ("qk@4-", "layers 0 to 3"),
+        ("qk@top0", "layers 0 to 3"),
+        ("qk@bottom0.0", "layers 0 to 3"),
+        ("qk@1-0,1", "layers 0 to 3"),
+        ("qk@0-999999", "layers 0 to 3"),
+        ("qk@0-999999999999", "take 0, 1-3"),
+        ("qk:until0.001", "in 100 steps until never changes anything"),
+        ("qk:from0.001+polar", "never changes anything"),
+        ("qk:every101", "never changes anything"),
         ("qk:later", "take until0.5"),
         ("qk:until1.5", "between 0 and 1"),
         ("qk:until0", "between 0 and 1"),
@@ -120,3 +128,5 @@ def test_rates_by_part_and_pattern_the_first_that_matches():
     for text in ("qk", "qk=", "qk=0", "qk=-1", "qk=x"):
         with pytest.raises(ValueError, match="PATTERN=FACTOR"):
             parse_rates(text)
+    with pytest.raises(ValueError, match="qk has two factors"):
+        parse_rates("qk=0.1, qk=5")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from oelm import encoders
 from oelm.arms import ARMS
@@ -51,7 +51,7 @@ class ArmFields(_Fields):
     """With sliced frames, the first layer without Q/K matrices; those below it have head-wise orthogonal ones."""
     sliced_keys: Literal["tied", "next", "shuffled"] = "tied"
     """With sliced frames, a head's key: its query's slice, the next head's, or every num_heads-th channel."""
-    freeze: str = "none"
+    freeze: Annotated[str, AfterValidator(lambda text: text.strip() or "none")] = "none"
     """What is frozen, where and when: none, qk, qk@1-3, qk:until0.5 … (see `oelm inspect --policies`)."""
     lr_scale: str = ""
     """Factors on the learning rate by part or pattern of names, the first that matches: qk=0.1, blocks.0.*=2."""
@@ -193,8 +193,15 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
             )
         if self.frames == "sliced" and (self.lora or self.qk_bias or self.tie_qk):
             raise ValueError("sliced frames have no Q/K matrices: leave lora, qk_bias and tie_qk out")
-        parse_policy(self.freeze, self.num_layers, self.max_steps)
-        parse_rates(self.lr_scale)
+        if self.sliced_keys != "tied" and self.frames != "sliced":
+            raise ValueError(f"sliced_keys {self.sliced_keys}: frames {self.frames} are not sliced")
+        if self.key_shift and not round(self.key_shift * self.d_head):
+            raise ValueError(f"key_shift {self.key_shift:g}: of {self.d_head} channels of a head that is none")
+        for name, parse in (("freeze", lambda: self.policy), ("lr_scale", lambda: parse_rates(self.lr_scale))):
+            try:
+                parse()
+            except ValueError as error:
+                raise ValueError(f"{name} {getattr(self, name)}: {error}") from None
         self._fits_architecture()
         if self.micro_batch and self.batch_size % self.micro_batch:
             raise ValueError(f"micro_batch {self.micro_batch} does not divide batch_size {self.batch_size}")

@@ -79,6 +79,12 @@ class When:
                 return [round((self.share + width * i / max(1, layers - 1)) * steps) for i in range(layers)]
         return []
 
+    def changes_within(self, steps: int, layers: int) -> bool:
+        """Whether a run of so many steps ever sees it both hold and not hold."""
+        if self.kind == "every":
+            return self.period <= steps
+        return any(0 < step < steps for step in self.changes(steps, layers))
+
 
 @dataclass(frozen=True)
 class Clause:
@@ -153,6 +159,11 @@ class Policy:
 def parse(text: str, num_layers: int, steps: int) -> Policy:
     """The policy that `text` describes; ValueError says what is wrong with it."""
     clauses = [] if text.strip() in ("", "none") else [_clause(part.strip(), num_layers) for part in text.split(";")]
+    for clause in clauses:
+        if clause.when.kind != "always" and not clause.when.changes_within(steps, num_layers):
+            raise ValueError(
+                f"in {steps:,} steps {clause.when.kind} never changes anything: the share is too small or large"
+            )
     return Policy(tuple(clauses), num_layers, steps)
 
 
@@ -183,18 +194,24 @@ def _clause(text: str, num_layers: int) -> Clause:
 def _layers(text: str, count: int) -> tuple[int, ...]:
     chosen: set[int] = set()
     for item in text.split(","):
-        if found := re.fullmatch(r"(top|bottom)(\d+|0?\.\d+)", item):
-            number = round(float(found[2]) * count) if "." in found[2] else int(found[2])
-            number = max(1, number)
-            chosen |= set(range(count - number, count) if found[1] == "top" else range(number))
-        elif found := re.fullmatch(r"(\d+)(-?)(\d*)", item):
+        if found := re.fullmatch(r"(top|bottom)(\d{1,6}|0?\.\d+)", item):
+            number = _number_of(found[2], count)
+            first, last = (count - number, count - 1) if found[1] == "top" else (0, number - 1)
+        elif found := re.fullmatch(r"(\d{1,6})(-?)(\d{0,6})", item):
             first, last = int(found[1]), int(found[3] or (count - 1 if found[2] else found[1]))
-            chosen |= set(range(first, last + 1))
         else:
-            raise ValueError(f"layers {text!r}: take 0, 1-3, 1-, 0,2, top2, bottom0.5")
-    if not chosen or min(chosen) < 0 or max(chosen) >= count:
-        raise ValueError(f"layers {text!r}: the model has layers 0 to {count - 1}")
+            raise ValueError(f"layers {item!r}: take 0, 1-3, 1-, 0,2, top2, bottom0.5")
+        if not 0 <= first <= last < count:
+            raise ValueError(f"layers {item!r}: the model has layers 0 to {count - 1}")
+        chosen |= set(range(first, last + 1))
     return tuple(sorted(chosen))
+
+
+def _number_of(text: str, count: int) -> int:
+    """So many layers, or a share of all; a share is at least one layer."""
+    if "." not in text:
+        return int(text)
+    return max(1, round(float(text) * count)) if float(text) else 0
 
 
 def _when(text: str) -> When:
@@ -244,6 +261,8 @@ def parse_rates(text: str) -> dict[str, float]:
             value = -1.0
         if not equals or not 0 < value <= 1000:
             raise ValueError(f"{item!r}: write PATTERN=FACTOR, such as *attention.q*=0.1")
+        if pattern.strip() in factors:
+            raise ValueError(f"{pattern.strip()} has two factors: leave one out")
         factors[pattern.strip()] = value
     return factors
 

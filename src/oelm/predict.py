@@ -90,8 +90,9 @@ def _texts(path: Path, columns: Sequence[str], skips: Skips) -> Iterator[tuple[d
     for number, record in records(SourceFile(path, "test", format_of(path)), skips):
         names = names or _text_columns(path, record)
         texts = [record.get(name) for name in names]
-        if all(isinstance(text, str) and text.strip() and is_text(text) for text in texts):
-            record.pop(None, None)  # type: ignore[call-overload]  # fields beyond the columns
+        if None in record:  # more fields than columns: which is which is not known
+            skips.add("with too many columns", f"{path.name}, row {number}")
+        elif all(isinstance(text, str) and text.strip() and is_text(text) for text in texts):
             yield record, [str(text).strip() for text in texts]
         else:
             skips.add("with an empty, missing or undecodable text", f"{path.name}, row {number}")

@@ -47,6 +47,9 @@ def make_run(
                 record = {"kind": "val", "step": step, "loss": loss, "ppl": math.exp(min(loss, 700.0)), "seconds": 0.1,
                           **told}  # fmt: skip
                 file.write(json.dumps(record) + "\n")
+        if state == "finished" and test is not None:
+            record = {"kind": "test", "step": steps, "loss": test, "seconds": 0.1, **told}
+            file.write(json.dumps(record) + "\n")
     data = DATA if data is None else data
     part = {"started": "2026-01-02T03:04:05+00:00", "host": "h", "device": "cpu", "device_name": "CPU", "threads": 1,
             "oelm": "0", "torch": "0", "python": "3", "git": "c" * 40, **(machine or {})}  # fmt: skip

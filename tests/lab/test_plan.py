@@ -65,6 +65,11 @@ def test_several_matrices_multiply_each_alone(tmp_path):
         (GOOD.replace('preset = "tiny"', 'preset = "tiny"\nprocesses = 2'), ["gpus_per_run"]),
         (GOOD.replace('id = "GPT-01"', 'id = "GPT-01"\nout_dir = ["x"]'), ["out_dir"]),
         (GOOD.replace("seed = [1, 2]", "seed = [1, 1.0]"), ["are the same run"]),
+        (GOOD.replace('"oelm_random"', '["oelm_random"]'), ["name of one arm"]),
+        (GOOD.replace('preset = "tiny"', '"max_lr(" = 1'), ["max_lr("]),
+        (GOOD + '[select]\nsetting = "model_type"\n', ["setting 'model_type'"]),
+        (GOOD + '[arms.one]\narm = "two"\n[arms.two]\narm = "one"\n', ["builds upon one of oelm's"]),
+        (GOOD.replace('preset = "tiny"', 'preset = "tiny"\nlabel = "x"'), ["both called x", "differ in frames"]),
         ("not toml", ["not valid TOML"]),
     ],
 )
@@ -91,6 +96,18 @@ def test_a_bad_override_is_named_as_such(tmp_path, overrides, words):
     assert "line" not in str(error.value)
 
 
+def test_the_copy_beside_the_runs_is_the_plan_that_ran(tmp_path):
+    text = GOOD.replace("[matrix]", "[matrix]\nmax_steps = 2_000").replace('model_type = "oelm_r', 'arm = "oelm_r')
+    plan = load(tmp_path, text, max_steps="30", weight_decay="0.5")
+    plan.leave_copy()
+    again = load_plan(tmp_path / "out/plan.plan.toml", tmp_path / "out")
+    assert [(run.id, run.config) for run in again.runs] == [(run.id, run.config) for run in plan.runs]
+    assert (plan.runs[0].config.max_steps, plan.runs[0].id) == (30, "baseline_max_steps30_lr0.001_seed1")
+    own = GOOD + '[arms.mine]\nfreeze = "qk@0"\n'
+    with pytest.raises(UserError, match=r"\[arms.mine\] decides freeze"):
+        load(tmp_path, own, freeze="none")
+
+
 def test_a_seed_of_zero_is_a_seed(tmp_path):
     assert load(tmp_path, GOOD.replace("seed = [1, 2]", "seed = [0]")).runs[0].id == "baseline_lr0.001_seed0"
 
@@ -101,6 +118,14 @@ def test_a_place_that_cannot_be_is_refused_before_anything_starts(tmp_path, name
     with pytest.raises(UserError, match="cannot be"):
         check_place(tmp_path / name)
     check_place(tmp_path / "new/run")
+
+
+def test_one_folder_under_two_names_is_one_folder(tmp_path):
+    runs = [f'[[run]]\nid = "{name}"\nseed = {seed}\nout_dir = "{tmp_path}/{place}"\n'
+            for name, seed, place in (("a", 1, "o"), ("b", 2, "x/../o"))]  # fmt: skip
+    (tmp_path / "plan.toml").write_text("".join(runs))
+    with pytest.raises(UserError, match=r"the out_dir .*/o stands twice"):
+        load_plan(tmp_path / "plan.toml")
 
 
 def test_a_fault_is_found_in_the_table_of_its_run(tmp_path):

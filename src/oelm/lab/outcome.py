@@ -5,6 +5,7 @@ import zipfile
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,13 @@ class Run:
         key, made = self.measure.summary, self.measure.from_record
         return {record["step"]: made(record[key]) for record in self.records["val"] if _is_number(record.get(key))}
 
+    @property
+    def _tested(self) -> float | None:
+        """The test split's score as it was written when it was measured."""
+        key = self.measure.summary
+        found = [record[key] for record in self.records["test"] if _is_number(record.get(key))]
+        return self.measure.from_record(found[-1]) if found else None
+
     @cached_property
     def losses(self) -> dict[int, float]:
         """Validation loss by step."""
@@ -96,22 +104,14 @@ class Run:
 
     @cached_property
     def documents(self) -> np.ndarray | None:
-        try:
-            rows = np.load(self.folder.documents, allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            return None
-        whole = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1] == 2 and rows.dtype.kind == "f"
-        return rows if whole and np.isfinite(rows).all() else None
+        rows = _two_columns(self.folder.documents, "f")
+        return rows if rows is not None and np.isfinite(rows).all() else None
 
     @cached_property
     def answers(self) -> np.ndarray | None:
         """Rows (label, answer) on the test split; None if they are not those of the summary."""
-        try:
-            rows = np.load(self.folder.answers, allow_pickle=False)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-            return None
-        whole = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1:] == (2,) and rows.dtype.kind == "i"
-        if not whole or not len(rows) or not ((rows >= 0) & (rows < self.config.labels)).all():
+        rows = _two_columns(self.folder.answers, "i")
+        if rows is None or not len(rows) or not ((rows >= 0) & (rows < self.config.labels)).all():
             return None
         return rows if abs((rows[:, 0] == rows[:, 1]).mean() - self.summary.get("test_accuracy", -1)) < 1e-9 else None
 
@@ -142,9 +142,25 @@ class Run:
                 return f"summary.json says {key} {self.summary.get(key)!r}, config.toml {value!r}"
         if self.config.max_steps not in self.curve or not self.records["train"]:
             return "metrics.jsonl is not whole"
+        if not (self.step_seconds > 0).all():
+            return "metrics.jsonl: a step took no time"
+        measured = {"val": self.curve[config.max_steps], **({"test": self._tested} if self.has_test else {})}
+        for split, found in measured.items():
+            if found is None or abs(found - self.score(split)) > 1e-6:
+                return f"summary.json and metrics.jsonl do not agree on the final {split} {self.measure.summary}"
         if not all(isinstance(self.data.get(key, {}), dict) for key in ("edges", "tokens")):
             return "summary.json: data is damaged"
         return ""
+
+
+def _two_columns(path: Path, kind: str) -> np.ndarray | None:
+    """A saved array of rows of two floats (f) or integers (i), if that is what lies there."""
+    try:
+        rows = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        return None
+    whole = isinstance(rows, np.ndarray) and rows.shape[1:] == (2,) and rows.dtype.kind == kind
+    return rows if whole else None
 
 
 def _is_number(value: Any) -> bool:

@@ -25,6 +25,7 @@ Besides settings, defaults, matrix and runs may say `gpus_per_run` (2 or more: t
 
 import itertools
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection
@@ -139,7 +140,8 @@ class _Reader:
             self.refuse("out must be the name of a folder", "out")
         self.out = out or Path(self.content.get("out") or f"outputs/{path.stem}")
         self.defaults, self.overrides = self._table("defaults"), overrides
-        self.arms = {name: self._own_arm(name, table) for name, table in self._table("arms").items()}
+        self._table("arms")  # refuses what is none
+        self.arms = {name: self._own_arm(name, table) for name, table in self.content.get("arms", {}).items()}
         several = isinstance(self.content.get("matrix"), list)
         self.matrices = self._list("matrix") if several else [self._table("matrix")]
         for key, value in overrides.items():
@@ -147,6 +149,9 @@ class _Reader:
                 raise UserError(f"--set {key}={value}: unknown setting; {nearest(key, RunConfig.model_fields)}")
             if any(isinstance(matrix.get(key), list) for matrix in self.matrices):
                 raise UserError(f"--set {key}={value}: the plan's [matrix] multiplies {key}; change it there")
+            for arm in (name for name, own in self.arms.items() if key in own):
+                raise UserError(f"--set {key}={value}: the plan's [arms.{arm}] decides {key}; change it there")
+        self.matrices = [{key: overrides.get(key, value) for key, value in m.items()} for m in self.matrices]
 
     def read(self) -> Plan:
         fixed, choices = [], []
@@ -164,7 +169,7 @@ class _Reader:
             self.refuse("it names no runs: add a [matrix] or a [[run]]")
         for what, names in (
             ("id", [r.id for r in everything]),
-            ("out_dir", [r.settings["out_dir"] for r in everything]),
+            ("out_dir", [os.path.abspath(r.settings["out_dir"]) for r in everything]),
         ):
             name, count = Counter(names).most_common(1)[0]
             if count > 1:
@@ -173,6 +178,10 @@ class _Reader:
             same = [run.id for run in group]
             if identity and len(same) > 1:
                 self.refuse(f"{same[0]} and {same[1]} are the same run")
+        for one, other in itertools.pairwise(sorted(everything, key=lambda run: run.config.arm)):
+            differs = [key for key in ARM_KEYS if getattr(one.config, key) != getattr(other.config, key)]
+            if one.config.arm == other.config.arm and differs:
+                self.refuse(f"{one.id} and {other.id} are both called {one.config.arm} and differ in {differs[0]}")
         if plan.baseline not in {run.config.arm for run in everything}:
             self.refuse(f"the baseline arm {plan.baseline} is in no run", "baseline")
         return plan
@@ -197,8 +206,11 @@ class _Reader:
 
     def _with_overrides(self) -> dict[str, Any]:
         kept = {key: value for key, value in self.content.items() if key != "out"}
-        runs = [{k: v for k, v in entry.items() if k not in self.overrides} for entry in kept.get("run", [])]
-        return {**kept, "defaults": {**self.defaults, **self.overrides}, **({"run": runs} if runs else {})}
+        if "matrix" in kept:
+            kept["matrix"] = self.matrices if isinstance(kept["matrix"], list) else self.matrices[0]
+        if "run" in kept:
+            kept["run"] = [{k: v for k, v in run.items() if k not in self.overrides} for run in self._list("run")]
+        return {**kept, "defaults": {**self.defaults, **self.overrides}}
 
     def _table(self, name: str) -> dict[str, Any]:
         table = self.content.get(name, {})
@@ -218,6 +230,11 @@ class _Reader:
         if name in ARMS:
             self.refuse(f"{name} is an arm of oelm: give yours another name", name)
         settings = {"model_type" if key == "arm" else key: value for key, value in table.items()}
+        upon = settings.get("model_type", "baseline")
+        if upon not in list(ARMS):
+            self.refuse(
+                f"arm {upon!r}: an arm of a plan's own builds upon one of oelm's: {nearest(str(upon), ARMS)}", name
+            )
         for key in settings:
             if key not in ("model_type", *ARM_KEYS):
                 self.refuse(f"{key} is no setting of an arm: {nearest(key, ARM_KEYS)}", key)
@@ -225,7 +242,10 @@ class _Reader:
 
     def _run(self, entry: dict[str, Any]) -> PlannedRun:
         settings = {**self.defaults, **entry}
-        own = self.arms.get(settings.get("model_type", ""))
+        arm = settings.get("model_type", "")
+        if not isinstance(arm, str):
+            self.refuse(f"arm {arm!r} must be the name of one arm", "arm" if self._says_arm() else "model_type")
+        own = self.arms.get(arm)
         if own:
             settings |= own | {key: value for key, value in entry.items() if key != "model_type"}
         name, processes = settings.pop("id", ""), settings.pop("gpus_per_run", 1)
@@ -246,7 +266,9 @@ class _Reader:
             run.config  # noqa: B018  # refuses bad settings here and now
         except UserError as error:
             named = [
-                key for key in {**self.overrides, **entry, **self.defaults} if re.search(rf"\b{key}\b", str(error))
+                key
+                for key in {**self.overrides, **entry, **self.defaults}
+                if re.search(rf"\b{re.escape(key)}\b", str(error))
             ]
             key = named[0] if named else ""
             if key in self.overrides:
@@ -273,7 +295,8 @@ class _Reader:
             if key not in ("setting", "seed"):
                 self.refuse(f"unknown key {key} in [select]: {nearest(key, ('setting', 'seed'))}", key)
         setting, seed = select.get("setting", "max_lr"), select.get("seed")
-        if not isinstance(setting, str) or setting not in RunConfig.model_fields:
+        fixed = ("seed", "model_type", "label")
+        if not isinstance(setting, str) or setting not in RunConfig.model_fields or setting in fixed:
             self.refuse(f"setting {setting!r} of [select] must be the name of a setting, such as max_lr", "setting")
         for key, value in (("setting", setting), ("seed", "seed")):
             if not isinstance(matrix.get(value), list):
@@ -315,7 +338,7 @@ def load_plan(path: Path, out: Path | None = None, overrides: dict[str, Any] | N
 
 def left_plans(root: Path) -> list[Plan]:
     """The plans whose runs lie in `root` or right below, as `oelm run` left them there."""
-    found = sorted(path for depth in ("", "*/") for path in root.glob(f"{depth}*{COPY}"))
+    found = sorted(path for depth in ("", "*/") for path in root.glob(f"{depth}*{COPY}") if path.is_file())
     plans = {(path.parent, path.read_bytes()): path for path in reversed(found)}  # a copy of a copy says nothing new
     return [load_plan(path, path.parent) for path in reversed(plans.values())]
 

@@ -88,7 +88,9 @@ def pick(plan: Plan, only: str) -> list[PlannedRun]:
     if not only:
         return plan.runs
     by_id = {run.id: run for run in plan.runs}
-    names = dict.fromkeys(name.strip() for name in only.split(","))
+    names = dict.fromkeys(filter(None, (name.strip() for name in only.split(","))))
+    if not names:
+        raise UserError(f"--only {only}: names no run")
     for name in names:
         if name not in by_id:
             raise UserError(f"--only {name}: no such run in the plan; {nearest(name, by_id)}")

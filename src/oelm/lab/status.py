@@ -126,7 +126,7 @@ class RunWatcher:
             return
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
-        self.worked += sum(map(float, re.findall(rb'"seconds": ([\d.e-]+)', whole)))
+        self.worked += sum(filter(math.isfinite, map(float, re.findall(rb'"seconds": ([\d.e-]+)', whole))))
         lines = whole.splitlines()
         for index, line in enumerate(lines):
             if b'"train"' in line[:20] and index < len(lines) - RECENT - 5:

@@ -107,5 +107,5 @@ def parse(line: bytes) -> dict[str, Any] | None:
         whole = isinstance(record, dict) and isinstance(record.get("step"), int)
         whole = whole and isinstance(record.get("kind"), str)
         return record if whole else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
