@@ -49,8 +49,9 @@ def show_cost(config: RunConfig, as_json: bool) -> None:
         print(json.dumps(report, indent=2))
         return
     console = Console(highlight=False)
+    added = "".join(f", {key} {value}" for key, value in config.extras.items())
     console.print(
-        f"[bold]{config.model_type}[/] at {config.preset}: frames {config.frames}, freeze {config.freeze}; "
+        f"[bold]{config.model_type}[/] at {config.preset}: frames {config.frames}, freeze {config.freeze}{added}; "
         f"batch {config.micro_batch or config.batch_size} x {config.seq_len}\n"
     )
     table = Table("part", box=None, header_style="bold", pad_edge=False)
@@ -73,6 +74,7 @@ def show_cost(config: RunConfig, as_json: bool) -> None:
     facts.add_row("checkpoint (weights + Adam)", f"{report['checkpoint_bytes'] / 2**20:,.1f} MiB")
     facts.add_row("frozen frames, written once", f"{report['frozen_file_bytes'] / 2**20:,.1f} MiB")
     facts.add_row("activations kept for backward, float32", f"{report['activation_bytes'] / 2**20:,.1f} MiB")
-    facts.add_row("freezing Q/K can speed a step up by at most", f"{bounds['no_qk_weight_gradient']:.3f} x")
+    facts.add_row("this arm's step can be faster than the baseline's by at most", f"{cost.speed_bound(config):.3f} x")
+    facts.add_row("  ... freezing all Q/K", f"{bounds['no_qk_weight_gradient']:.3f} x")
     facts.add_row("  ... if the projections cost nothing at all", f"{bounds['free_qk_projection']:.3f} x")
     console.print(facts)

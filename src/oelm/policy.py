@@ -13,8 +13,8 @@
     q; ffn@top1; *norm*     several clauses: what any of them freezes is frozen
 
 What: q, k, qk, v, o, ffn, embeddings, or a pattern of parameter names (* stands for anything).
-No torch here: a policy is checked with the config.
 """
+# No torch here: a policy is checked with the config.
 
 import re
 from collections.abc import Iterable

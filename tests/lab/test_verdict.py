@@ -177,7 +177,7 @@ def test_only_frozen_arms_decide(tmp_path, oelm):
     assert (result.code, "no frozen arm" in result.out) == (3, True)
 
 
-def test_an_arm_that_diverged_in_one_setting_has_not_passed_in_every_setting(tmp_path):
+def test_an_arm_that_diverged_or_was_not_run_in_one_setting_has_not_passed_in_every_setting(tmp_path):
     for layers in (2, 4):
         make_arm(tmp_path / str(layers), "baseline", BASE, num_layers=layers)
     make_arm(tmp_path / "2", "oelm_v2", shifted(0.0), num_layers=2)
@@ -185,7 +185,22 @@ def test_an_arm_that_diverged_in_one_setting_has_not_passed_in_every_setting(tmp
     for seed in BASE:
         reason = "loss nan, gradient norm nan at step 3"
         make_run(tmp_path / "4", f"d{seed}", "oelm_v2", seed, state="failed", reason=reason, num_layers=4)
+    assert judge(tmp_path).arms == {"oelm_v2": "FAIL", "oelm_random": "INCONCLUSIVE"}
+    make_arm(tmp_path / "2", "oelm_random", shifted(0.0), num_layers=2)
     assert judge(tmp_path).arms == {"oelm_v2": "FAIL", "oelm_random": "PASS"}
+
+
+def test_an_arm_with_additions_that_no_trained_arm_has_cannot_pass(tmp_path):
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v3", shifted(-0.2))
+    verdict = judge(tmp_path)
+    assert verdict.arms == {"oelm_v3": "INCONCLUSIVE"}
+    facts = next(threat.facts for threat in verdict.threats if threat.kind == "extras")
+    assert facts["arms"] == "oelm_v3: key_shift, rope"  # trained Q/K hold what the core would add
+    make_arm(tmp_path, "baseline", shifted(-0.2), lr=2e-3, rope="half", key_shift=1.0, label="baseline_v3")
+    verdict = judge(tmp_path)
+    assert verdict.arms == {"oelm_v3": "PASS"}
+    assert "extras" not in {threat.kind for threat in verdict.threats}
 
 
 def test_survivors_of_a_divergence_cannot_pass(tmp_path):

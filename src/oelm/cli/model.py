@@ -143,13 +143,14 @@ def inspect_verb(parser: Parser) -> None:
     oelm inspect --model_type oelm_v2 --preset medium-512
     oelm inspect --model_type oelm_v2 --json
     oelm inspect --arms
+    oelm inspect --policies
     """
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--arms", action="store_true", help="list the arms")
     parser.add_argument("--policies", action="store_true", help="how to write what is frozen, where and when")
     parser.add_argument("config", nargs="?", type=Path, metavar="FILE.toml|RUN", help="settings, or a run folder")
     add_config_flags(parser)
-    parser.usage = "oelm inspect [FILE.toml|RUN] [--json] [--arms] [--SETTING VALUE ...]"
+    parser.usage = "oelm inspect [FILE.toml|RUN] [--json] [--arms] [--policies] [--SETTING VALUE ...]"
     parser.set_defaults(run=_inspect)
 
 

@@ -148,7 +148,9 @@ def open_labelled(dataset: str, data_path: str = "") -> LabelledData | None:
         special = [*template.start, *template.between, *template.end, template.pad]
         assert all(isinstance(token, int) and 0 <= token < data.meta["vocab_size"] for token in special)
     except (AssertionError, TypeError, KeyError):
-        raise UserError(f"{data.folder / META_FILE} is damaged: run oelm prepare again with --force") from None
+        raise UserError(
+            f"{data.folder / META_FILE} is damaged or from an older oelm: run oelm prepare again with --force"
+        ) from None
     if data.tokenizer not in ("gpt2", "bytes") and not (data.folder / TOKENIZER_FILE).is_file():
         raise UserError(f"{data.folder / TOKENIZER_FILE} is missing: run oelm prepare again with --force")
     rows = {}

@@ -166,8 +166,8 @@ def show_dry_run(plan: Plan, only: str) -> None:
         table.add_row(
             run.id, config.arm, config.dataset, f"{config.max_lr:g}",
             f"{cost.steps:,}" if cost.steps else f"{config.num_epochs:g} epochs", batch,
-            str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}",
-            _hours(cost.seconds), f"{cost.disk / 2**20:,.0f} MiB",
+            str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}" if cost.steps else "?",
+            _hours(cost.seconds) if cost.steps else "?", f"{cost.disk / 2**20:,.0f} MiB",
         )  # fmt: skip
     console = make_console()
     console.print(table)
@@ -176,8 +176,10 @@ def show_dry_run(plan: Plan, only: str) -> None:
         console.print(f"and {later} more once the best {plan.choices[0].setting} of each arm is known")
         total_seconds += later * total_seconds / len(runs)
         total_disk += later * total_disk // len(runs)
+    known = all(estimate(run, speed).steps for run in runs)
+    took = _hours(total_seconds) if known else "for a time that is known once the data are there,"
     console.print(
-        f"{len(runs) + later} runs, {_hours(total_seconds)} one after the other on this machine "
+        f"{len(runs) + later} runs, {took} one after the other on this machine "
         f"({speed / 1e9:,.0f} GFLOP/s at {EFFICIENCY:.0%}), at most {total_disk / 2**20:,.0f} MiB"
     )
     for command in missing_data(runs):
@@ -207,7 +209,7 @@ def _estimate_shape(config: RunConfig) -> Estimate:
     sizes = cost.checkpoint_bytes(config)
     disk = (kept + 3) * sizes["checkpoint"] + sizes["frozen_once"]
     totals = (sum(part.total for part in table), sum(part.trainable for part in table))
-    return Estimate(config.max_steps if known else 0, *totals, flops, 0.0, disk)
+    return Estimate(config.max_steps if known else 0, *totals, flops if known else 0.0, 0.0, disk)
 
 
 def _matmul_flops() -> float:
@@ -217,12 +219,12 @@ def _matmul_flops() -> float:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 4096 if device == "cuda" else 1024
     matrix = torch.randn(size, size, device=device)
-    float((matrix @ matrix)[0, 0])
-    begin = time.perf_counter()
-    for _ in range(4):
-        product = matrix @ matrix
-    float(product[0, 0])
-    return 4 * 2 * size**3 / (time.perf_counter() - begin)
+    seconds = []
+    for _ in range(5):  # the first is slow, and others may be disturbed
+        begin = time.perf_counter()
+        float((matrix @ matrix)[0, 0])
+        seconds.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(seconds)
 
 
 def parse_overrides(words: list[str]) -> dict[str, str]:

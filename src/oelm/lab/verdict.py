@@ -6,6 +6,7 @@ the arm's other choices: the baseline, and those whose Q/K start at the arm's ow
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,10 @@ STEPS = {
     "published_xnli": ("damaged_baseline", "oelm_v2"),
 }
 """The ablation: from one arm to another, one thing changes (the first three as published)."""
+ABSORBED = ("core", "lora", "qk_gain", "temperature")
+"""Extras that are part of trained Q/K matrices: they have what these would add."""
+NEARLY = 0.99
+"""A step time that is so close to what arithmetic allows is believed."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,20 @@ class Verdict:
 def reach_verdict(study: Study) -> Verdict:
     """Judge every setting that has its baseline; the rest is named among the threats."""
     settings = [_judge_setting(s, study) for s in study.settings if study.baseline in s.judged and len(s.judged) > 1]
-    found: dict[str, list[str]] = {}
-    for setting in settings:
-        for name in deciding(setting.setting, study.baseline):
-            found.setdefault(name, []).append(_standing(setting.setting.arms[name], setting))
-    arms = {name: _across(verdicts) for name, verdicts in found.items()}
-    return Verdict(study, settings, arms, [*find_threats(study), *_impossible_times(settings)])
+    names = dict.fromkeys(name for s in settings for name in deciding(s.setting, study.baseline))
+    arms = {name: _across([_standing(name, setting) for setting in settings]) for name in names}
+    threats = [*find_threats(study), *_unmatched_extras(settings), *_impossible_times(settings)]
+    return Verdict(study, settings, arms, threats)
+
+
+def _unmatched_extras(settings: list[SettingVerdict]) -> Iterator[Threat]:
+    """Frozen arms with additions that no trained arm has: then there is no fair baseline."""
+    for s in settings:
+        arms = [s.setting.arms[name] for name in s.judgements]
+        found = {arm.name: _needed(arm) for arm in arms if not arm.trained and not _is_matched(arm, s.setting)}
+        if found:
+            shown = "; ".join(f"{name}: {', '.join(extras)}" for name, extras in found.items())
+            yield Threat("extras", {"setting": s.setting.name, "arms": shown})
 
 
 def _impossible_times(settings: list[SettingVerdict]) -> Iterator[Threat]:
@@ -99,7 +112,7 @@ def _impossible_times(settings: list[SettingVerdict]) -> Iterator[Threat]:
 
     for s in settings:
         least = {name: 1 / speed_bound(s.setting.arms[name].config) for name in s.judgements}
-        found = [n for n, j in s.judgements.items() if j.speed.n > 1 and j.speed.bounds[1] < least[n]]
+        found = [n for n, j in s.judgements.items() if j.speed.n > 1 and j.speed.bounds[1] < NEARLY * least[n]]
         if found:
             shown = "; ".join(f"{n}: {s.judgements[n].speed.ratio:.2f} < {least[n]:.3f}" for n in found)
             yield Threat("timing", {"setting": s.setting.name, "arms": shown})
@@ -111,10 +124,10 @@ def deciding(setting: Setting, baseline: str) -> list[str]:
     return [name for name, arm in setting.arms.items() if name != baseline and (every or not arm.trained)]
 
 
-def _standing(arm: Arm, setting: SettingVerdict) -> str:
+def _standing(name: str, setting: SettingVerdict) -> str:
     """An arm's verdict in one setting: one of which every run diverged has failed, one not yet run is undecided."""
-    judgement = setting.judgements.get(arm.name)
-    return judgement.fair.verdict if judgement else FAIL if arm.diverged else INCONCLUSIVE
+    judgement, arm = setting.judgements.get(name), setting.setting.arms.get(name)
+    return judgement.fair.verdict if judgement else FAIL if arm and arm.diverged else INCONCLUSIVE
 
 
 def _across(verdicts: list[str]) -> str:
@@ -128,6 +141,9 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     bar = study.score.bar(study.criterion)
     plain = _judged({a: paired_gap(a.scores, baseline.scores, bar) for a in others}, bar)
     fair = _judged({a: paired_gap(a.scores, against[a.name].scores, bar) for a in others}, bar)
+    for arm in others:
+        if not arm.trained and not _is_matched(arm, setting) and fair[arm.name].verdict == PASS:
+            fair[arm.name] = replace(fair[arm.name], verdict=INCONCLUSIVE)
     if too_few_examples(setting, study):
         plain, fair = ({n: replace(g, verdict=INCONCLUSIVE) for n, g in gaps.items()} for gaps in (plain, fair))
     judgements = {
@@ -173,6 +189,17 @@ def _shares_choices(trained: RunConfig, arm: RunConfig, baseline: RunConfig) -> 
     """Fair to set against `arm`: it has no extra that `arm` lacks, and starts at its scale or the baseline's."""
     extras = all(arm.extras.get(key) == value for key, value in trained.extras.items())
     return extras and trained.qk_scale in (arm.qk_scale, baseline.qk_scale)
+
+
+def _needed(arm: Arm) -> dict[str, Any]:
+    """What a trained arm must have, too, to be fair; what trained Q/K can do by themselves it need not."""
+    return {key: value for key, value in arm.config.extras.items() if key not in ABSORBED}
+
+
+def _is_matched(arm: Arm, setting: Setting) -> bool:
+    return any(
+        other.trained and _needed(arm).items() <= other.config.extras.items() for other in setting.judged.values()
+    )
 
 
 def _pairs(arm: Arm, baseline: Arm) -> list[tuple[Run, Run]]:

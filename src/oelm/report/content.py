@@ -106,7 +106,7 @@ def _status(verdict: Verdict, w: Words) -> Iterator[Block]:
         [
             s.id, s.arm, w(f"state_{s.state}") + (f": {s.reason}" if s.reason else ""), f"{s.step:,} / {s.max_steps:,}",
             when(s.started), when(s.finished), _val(s),
-            f"{100 * s.gap:+.1f} {w('unit')}" if s.gap is not None else "",
+            f"{round(100 * s.gap, 1) + 0.0:+.1f} {w('unit')}".replace("-", "−") if s.gap is not None else "",
         ]
         for s in verdict.study.statuses
     ]  # fmt: skip
@@ -127,11 +127,14 @@ def _setting(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
                  batch=config.windows_per_step, labels=", ".join(map(str, some.data.get("labels", []))),
                  epochs=some.summary["epochs"]))  # fmt: skip
     yield Text(w("optim_text", beta1=config.beta1, beta2=config.beta2, decay=config.weight_decay,
-                 clip=config.grad_clip, schedule=config.schedule, warmup=config.warmup_steps))  # fmt: skip
+                 clip=config.grad_clip, schedule=w(f"schedule_{config.schedule}"),
+                 warmup=config.warmup_steps))  # fmt: skip
     rows = []
     for name, arm in s.setting.judged.items():
-        start = "; ".join((w(f"frames_{arm.config.frames}"), *(f"{k} {v}" for k, v in arm.config.extras.items())))
-        frozen = w("yes") if arm.config.freeze in ("qk", "none") else arm.config.freeze
+        added = [f"{k} {v}" for k, v in arm.config.extras.items()]
+        start = w("then").join((w(f"frames_{arm.config.frames}"), *added))
+        above = f"qk@{arm.config.sliced_from}-" if arm.config.sliced_from else w("yes")
+        frozen = above if arm.config.freeze in ("qk", "none") else arm.config.freeze
         rows.append(
             [name, start, f"{arm.config.qk_scale:.3g}" if arm.config.qk_scale else "–",
              w("no") if arm.trained else frozen,
