@@ -93,14 +93,21 @@ def curves(
 ) -> str:
     """A score over training, with bands over seeds; perplexity on a logarithmic axis."""
     with _drawing(WIDTH, _height(found)) as (figure, ax):
-        for name, (x, middle, low, high) in found.items():
-            ax.plot(x, middle, color=shades[name], label=name, linewidth=1.6)
+        lines = _lines([shades[name] for name in found])
+        for (name, (x, middle, low, high)), line in zip(found.items(), lines, strict=True):
+            ax.plot(x, middle, line, color=shades[name], label=name, linewidth=1.6)
             ax.fill_between(x, low, high, color=shades[name], alpha=0.18, linewidth=0)
         if logarithmic:
             _logarithmic(ax, np.concatenate([middle for _, middle, _, _ in found.values()]))
         _labels(ax, x_label, y_label)
         _legend(ax)
         return _svg(figure)
+
+
+def _lines(shades: Sequence[str]) -> list[str]:
+    """Where there are more curves than colours, what tells those of one colour apart."""
+    styles = ("-", "--", ":", "-.")
+    return [styles[shades[:i].count(shade) % len(styles)] for i, shade in enumerate(shades)]
 
 
 def _logarithmic(ax: Axes, values: np.ndarray) -> None:
@@ -132,10 +139,11 @@ def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float
     """Final validation perplexity over the learning rate; the chosen one is filled, one that diverged a cross."""
     with _drawing(WIDTH, _height(found)) as (figure, ax):
         top = max(v for by_rate in found.values() for v in by_rate.values() if v < math.inf)
-        for name, by_rate in found.items():
+        lines = _lines([shades[name] for name in found])
+        for (name, by_rate), line in zip(found.items(), lines, strict=True):
             x = sorted(by_rate)
             kept = [rate for rate in x if by_rate[rate] < math.inf]
-            ax.plot(kept, [by_rate[r] for r in kept], "o-", color=shades[name], markerfacecolor="none", label=name)
+            ax.plot(kept, [by_rate[r] for r in kept], f"o{line}", color=shades[name], mfc="none", label=name)
             lost = [rate for rate in x if by_rate[rate] == math.inf]
             ax.plot(lost, [top] * len(lost), "x", color=shades[name])
             rate = chosen.get(name)
