@@ -25,6 +25,7 @@ and find out honestly what that costs.
   oelm status                                        where they are
   oelm verdict outputs/pocket                        does an arm pass?
   oelm report outputs/pocket --lang zh               the report, in Chinese or English
+  oelm pack outputs/pocket runs.tar.xz               keep the runs without their weights
   oelm inspect --model_type oelm_v2                  parameters, FLOPs, memory, bounds
   oelm generate outputs/RUN --prompt "Once upon"     sample from a run
   oelm predict outputs/RUN --text "A fine film."     classify with a run
@@ -117,6 +118,7 @@ VERBS = {
     "compare": lab.compare_verb,
     "verdict": lab.verdict_verb,
     "report": lab.report_verb,
+    "pack": lab.pack_verb,
     "inspect": model.inspect_verb,
     "generate": model.generate_verb,
     "predict": model.predict_verb,

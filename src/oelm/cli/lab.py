@@ -1,4 +1,4 @@
-"""Verbs about many runs: run, status, logs, stop, compare, verdict, report, demo."""
+"""Verbs about many runs: run, status, logs, stop, compare, verdict, report, pack, demo."""
 
 import argparse
 import time
@@ -208,6 +208,24 @@ def _report(options: argparse.Namespace) -> None:
         options.folder, options.lang, formats, options.out, published, options.baseline, options.criterion
     ):
         print(path)
+
+
+def pack_verb(parser: Parser) -> None:
+    """Put the finished runs of a folder into one small file, without weights, logs and host names.
+
+    oelm pack outputs/pocket results/pocket/runs.tar.xz
+    tar xf results/pocket/runs.tar.xz -C outputs      and back: oelm report and oelm verdict read it, oelm run goes on
+    """
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of run folders")
+    parser.add_argument("file", type=Path, metavar="FILE.tar.xz", help="replaced if it exists")
+    parser.set_defaults(run=_pack)
+
+
+def _pack(options: argparse.Namespace) -> None:
+    from oelm.lab.pack import pack
+
+    count = pack(options.folder, options.file)
+    print(f"{options.file}: {count} runs, {options.file.stat().st_size / 2**20:.1f} MiB")
 
 
 def demo_verb(parser: Parser) -> None:

@@ -338,9 +338,12 @@ def load_plan(path: Path, out: Path | None = None, overrides: dict[str, Any] | N
 
 def left_plans(root: Path) -> list[Plan]:
     """The plans whose runs lie in `root` or right below, as `oelm run` left them there."""
-    found = sorted(path for depth in ("", "*/") for path in root.glob(f"{depth}*{COPY}") if path.is_file())
-    plans = {(path.parent, path.read_bytes()): path for path in reversed(found)}  # a copy of a copy says nothing new
+    plans = {(path.parent, path.read_bytes()): path for path in reversed(plan_copies(root))}  # a copy of a copy
     return [load_plan(path, path.parent) for path in reversed(plans.values())]
+
+
+def plan_copies(root: Path) -> list[Path]:
+    return sorted(path for depth in ("", "*/") for path in root.glob(f"{depth}*{COPY}") if path.is_file())
 
 
 def _identity(run: PlannedRun) -> str:

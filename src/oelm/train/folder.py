@@ -97,6 +97,14 @@ class RunFolder:
             return None
         return (prompt, said) if said and all(isinstance(token, int) for token in prompt + said) else None
 
+    def records(self) -> list[Path]:
+        """What tells of the run when its weights and logs are gone."""
+        kept = [
+            self.config_file, self.metrics, self.timing, self.summary, self.environment, self.documents, self.answers,
+            self.encoder, self.sample, self.tokenizer, self.audit,
+        ]  # fmt: skip
+        return [path for path in kept if path.is_file()]
+
     def finished(self) -> bool:
         return (self.read_summary() or {}).get("state") == "finished"
 
