@@ -77,8 +77,8 @@ def test_evaluation_is_over_every_example_once(encoder, pairs):
             one_by_one.append(int(class_logits(model, work._batch("test", np.array([i]))).argmax()))
     assert found.answers[:, 1].tolist() == one_by_one
     assert found.values["accuracy"] == np.mean(labels == one_by_one)
-    batches = evaluation_batches(np.array([5, 9_000, 7, 7, 4_000]))
-    assert sorted(np.concatenate(batches).tolist()) == [0, 1, 2, 3, 4]
+    batches = evaluation_batches(np.array([5, 9_000, 7, 7, 4_000]), 8_000)
+    assert [batch.tolist() for batch in batches] == [[1], [4, 3], [2, 0]]
 
 
 def test_micro_batches_are_the_step_in_equal_parts(encoder, pairs):

@@ -15,10 +15,7 @@ from oelm.model.build import build_model
 from oelm.model.encoder import Change, audit_lines, build_encoder
 from oelm.train.distributed import World
 from oelm.train.metrics import macro_f1
-from oelm.train.task import Batch, Evaluation, Interrupted
-
-EVAL_TOKENS = 8_192
-"""Tokens per evaluation batch, padding included."""
+from oelm.train.task import Batch, Evaluation, Interrupted, evaluation_tokens
 
 
 class Classification:
@@ -58,7 +55,7 @@ class Classification:
     def evaluate(self, model: nn.Module, split: str, stop: Callable[[], bool]) -> Evaluation:
         world, labels = self.world, self.data.rows[split][:, 3]
         sums, predicted = np.zeros(1), np.zeros(len(labels))
-        batches = evaluation_batches(self.lengths[split])
+        batches = evaluation_batches(self.lengths[split], evaluation_tokens(world.device))
         for start in range(0, len(batches), world.size):
             if world.any(stop()):
                 raise Interrupted
@@ -104,12 +101,12 @@ def class_logits(model: nn.Module, batch: Batch) -> Tensor:
     return told if isinstance(told, Tensor) else told.logits
 
 
-def evaluation_batches(lengths: np.ndarray) -> list[np.ndarray]:
-    """Indices of examples of like length, about EVAL_TOKENS tokens at a time."""
+def evaluation_batches(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
+    """Indices of examples of like length, about so many tokens at a time."""
     order = np.argsort(lengths, kind="stable")[::-1]
     batches, start = [], 0
     while start < len(order):
-        count = max(1, EVAL_TOKENS // int(lengths[order[start]]))
+        count = max(1, tokens // int(lengths[order[start]]))
         batches.append(order[start : start + count])
         start += count
     return batches

@@ -15,10 +15,8 @@ from oelm.model.gpt import GPT
 from oelm.model.sample import sample
 from oelm.train.distributed import World
 from oelm.train.metrics import perplexity
-from oelm.train.task import Batch, Evaluation, Interrupted
+from oelm.train.task import Batch, Evaluation, Interrupted, evaluation_tokens
 
-EVAL_TOKENS = 8_192
-"""Tokens per evaluation batch."""
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 120
 
 
@@ -43,7 +41,7 @@ class LanguageModelling:
     def evaluate(self, model: nn.Module, split: str, stop: Callable[[], bool]) -> Evaluation:
         """Every token but the first is predicted once, from at most seq_len tokens before it."""
         tokens, seq_len, world = self.data.splits[split], self.config.seq_len, self.world
-        rows = max(1, EVAL_TOKENS // seq_len)
+        rows = max(1, evaluation_tokens(world.device) // seq_len)
         predicted = len(tokens) - 1
         whole = predicted // seq_len
         batches = [(first, min(rows, whole - first)) for first in range(0, whole, rows)]

@@ -6,9 +6,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, ...]
+
+CACHED_TOKENS, MANY_TOKENS = 2_048, 8_192
+
+
+def evaluation_tokens(device: torch.device) -> int:
+    """Tokens of an evaluation batch. On a CPU, what a layer makes of more than these does not fit a cache: 8,192 take
+    1.5 x the time of four times 2,048 with MiniLM, 1.15 x with pocket, the same with medium-512."""
+    return CACHED_TOKENS if device.type == "cpu" else MANY_TOKENS
 
 
 @dataclass(frozen=True)
