@@ -113,8 +113,9 @@ class Queue:
         return self.failures
 
     def _work(self, watch: Callable[[], None]) -> None:
-        while self._todo() or self.working:
-            self._start_what_fits()
+        while self.working or self._todo():
+            if len(self.working) < self.slots:  # else there is nothing to look for, and looking reads every run
+                self._start_what_fits()
             for worker in [w for w in self.working if w.process.poll() is not None]:
                 self._take_note(worker)
             watch()
