@@ -3,6 +3,7 @@
 python -m bench.report_cost
 """
 
+import argparse
 import resource
 import tempfile
 import time
@@ -17,6 +18,7 @@ ARMS = ("baseline", "orthogonal", "oelm_v2", "oelm_random", "oelm_matched")
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     chance = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)

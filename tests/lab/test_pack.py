@@ -39,12 +39,28 @@ def unpacked(file, place):
 
 def test_what_was_packed_gives_the_same_verdict(runs, tmp_path):
     assert pack(runs, tmp_path / "runs.tar.xz") == 7
-    again = unpacked(tmp_path / "runs.tar.xz", tmp_path / "elsewhere") / "few"
+    again = unpacked(tmp_path / "runs.tar.xz", tmp_path / "elsewhere") / "few"  # no folder of the one it was called in
     (runs / "half" / "config.toml").unlink()  # what is on its way stays behind
     before, after = (as_json(reach_verdict(load_study(root)), "en") for root in (runs, again))
     assert before == after
     assert after["criterion"] == 1.04
     assert RunFolder(again / "oelm_v2_lr0.001_seed1").finished()
+
+
+def test_unpacking_puts_the_runs_where_a_plan_looks_for_them(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pack(runs.relative_to(tmp_path), tmp_path / "runs.tar.xz")
+    again = unpacked("runs.tar.xz", tmp_path / "clone") / "outputs" / "few"
+    assert RunFolder(again / "baseline_lr0.001_seed1").finished()
+
+
+def test_packed_and_new_runs_of_one_kind_of_machine_are_not_told_apart(runs, tmp_path):
+    pack(runs, tmp_path / "runs.tar.xz")
+    again = unpacked(tmp_path / "runs.tar.xz", tmp_path / "elsewhere") / "few"
+    make_arm(again, "oelm_random", {1: 2.3, 2: 2.4, 3: 2.5}, machine={"host": "my-secret-host"})
+    assert "machines" not in [threat.kind for threat in reach_verdict(load_study(again)).threats]
+    make_arm(again, "oelm_matched", {1: 2.3, 2: 2.4, 3: 2.5}, machine={"device_name": "another"})
+    assert "machines" in [threat.kind for threat in reach_verdict(load_study(again)).threats]
 
 
 def test_nothing_in_it_is_a_weight_a_log_or_a_host_name(runs, tmp_path):

@@ -214,7 +214,7 @@ def pack_verb(parser: Parser) -> None:
     """Put the finished runs of a folder into one small file, without weights, logs and host names.
 
     oelm pack outputs/pocket results/pocket/runs.tar.xz
-    tar xf results/pocket/runs.tar.xz -C outputs      and back: oelm report and oelm verdict read it, oelm run goes on
+    tar xf results/pocket/runs.tar.xz          and back into outputs/pocket: oelm report and oelm run go on from there
     """
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of run folders")
     parser.add_argument("file", type=Path, metavar="FILE.tar.xz", help="replaced if it exists")

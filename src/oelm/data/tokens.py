@@ -254,6 +254,7 @@ def _not_prepared(dataset: str, folder: Path) -> str:
     from oelm.data.sources import CORPORA
 
     if dataset in CORPORA:
-        return f"{folder} is not there yet: run oelm prepare {dataset} (offline: with --from PATH)"
+        offline = " (offline: with --from PATH)" if CORPORA[dataset].hub else ""
+        return f"{folder} is not there yet: run oelm prepare {dataset}{offline}"
     known = {*CORPORA, *(p.name for p in data_root().glob("*") if p.is_dir() and not p.name.startswith("."))}
     return f"unknown data set {dataset}: {nearest(dataset, known)} (your own text: oelm prepare NAME --from PATH)"

@@ -1,6 +1,6 @@
 """`oelm pack`: a folder of runs without weights, in one small file: all that verdicts and reports are made from.
 
-Unpacked, it is a folder of runs again; `oelm run` skips the runs in it and goes on with the rest of the plan.
+Unpacked where it was packed, it is a folder of runs again; `oelm run` skips them and goes on with the rest of the plan.
 """
 
 import io
@@ -30,7 +30,7 @@ def pack(root: Path, out: Path) -> int:
         raise UserError(f"no finished run below {root}")
     plans = {path: path.read_bytes() for path in plan_copies(root)}
     members = {**plans, **{path: content for folder in ended for path, content in _kept(folder)}}
-    buffer, top = io.BytesIO(), Path(root.resolve().name)
+    buffer, top = io.BytesIO(), _place(root)
     with tarfile.open(fileobj=buffer, mode="w:xz") as archive:
         for path, content in sorted(members.items()):
             entry = tarfile.TarInfo(str(top / path.relative_to(root)))  # no owner and no date: same runs, same bytes
@@ -40,6 +40,12 @@ def pack(root: Path, out: Path) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, buffer.getvalue())
     return len(ended)
+
+
+def _place(root: Path) -> Path:
+    """Where unpacking puts the runs: where they lie as seen from here, or a folder of their name."""
+    full, here = root.resolve(), Path.cwd()
+    return full.relative_to(here) if full.is_relative_to(here) and full != here else Path(full.name)
 
 
 def _has_ended(folder: RunFolder) -> bool:

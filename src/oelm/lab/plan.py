@@ -337,13 +337,13 @@ def load_plan(path: Path, out: Path | None = None, overrides: dict[str, Any] | N
 
 
 def left_plans(root: Path) -> list[Plan]:
-    """The plans whose runs lie in `root` or right below, as `oelm run` left them there."""
+    """The plans whose runs lie in or below `root`, as `oelm run` left them there."""
     plans = {(path.parent, path.read_bytes()): path for path in reversed(plan_copies(root))}  # a copy of a copy
     return [load_plan(path, path.parent) for path in reversed(plans.values())]
 
 
 def plan_copies(root: Path) -> list[Path]:
-    return sorted(path for depth in ("", "*/") for path in root.glob(f"{depth}*{COPY}") if path.is_file())
+    return sorted(path for depth in ("", "*/", "*/*/") for path in root.glob(f"{depth}*{COPY}") if path.is_file())
 
 
 def _identity(run: PlannedRun) -> str:

@@ -178,9 +178,10 @@ def show_dry_run(plan: Plan, only: str) -> None:
         total_disk += later * total_disk // len(runs)
     known = all(estimate(run, speed).steps for run in runs)
     took = _hours(total_seconds) if known else "for a time that is known once the data are there,"
+    done = sum(run.folder.finished() for run in runs)
     console.print(
-        f"{len(runs) + later} runs, {took} one after the other on this machine "
-        f"({speed / 1e9:,.0f} GFLOP/s at {EFFICIENCY:.0%}), at most {total_disk / 2**20:,.0f} MiB"
+        f"{len(runs) + later} runs, {f'{done} of them finished, ' if done else ''}{took} one after the other on this "
+        f"machine ({speed / 1e9:,.0f} GFLOP/s at {EFFICIENCY:.0%}), at most {total_disk / 2**20:,.0f} MiB"
     )
     for command in missing_data(runs):
         console.print(f"missing data; first: {command}", style="yellow")

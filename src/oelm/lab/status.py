@@ -74,7 +74,11 @@ class RunWatcher:
             self.known = self.folder.config()
         config = self.known
         if config is None:
-            arm, steps = (self.planned.arm, self.planned.max_steps) if self.planned else ("", 0)
+            arm, steps = (
+                (self.planned.arm, 0 if self.planned.num_epochs else self.planned.max_steps)
+                if self.planned
+                else ("", 0)
+            )
             return RunStatus(self.id, arm, "waiting", max_steps=steps, path=str(self.folder.path))
         self._read_metrics()
         summary = self.folder.read_summary() or {}

@@ -90,9 +90,9 @@ def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
     if per_parameter < 1 and some.measure is PERPLEXITY:
         yield Threat("short", {"setting": name, "tokens": per_parameter})
     runs = [run for arm in arms.values() for run in arm.runs.values()]
-    places = {_place(run) for run in runs}
-    if len(places) > 1:
-        yield Threat("machines", {"setting": name, "places": "; ".join(sorted({place for _, place in places}))})
+    hosts, places = ({spot for spot in found if spot} for found in zip(*map(_place, runs), strict=True))
+    if len(hosts) > 1 or len(places) > 1:
+        yield Threat("machines", {"setting": name, "places": "; ".join(sorted(places))})
     versions = {" ".join(str((run.environment or [{}])[-1].get(key)) for key in ("oelm", "torch")) for run in runs}
     if len(versions) > 1:
         yield Threat("versions", {"setting": name, "versions": "; ".join(sorted(versions))})
@@ -149,7 +149,7 @@ def _failures(study: Study) -> Iterator[Threat]:
 
 
 def _place(run: Run) -> tuple[str, str]:
-    """The machine, and what is said of it."""
+    """The machine, "" if packed runs do not say which, and what is said of it."""
     part = (run.environment or [{}])[-1]
     threads = f", {part.get('threads')} thread(s)" if part.get("device") == "cpu" else ""
-    return str(part.get("host")), f"{part.get('device_name', '?')}{threads}"
+    return part.get("host", ""), f"{part.get('device_name', '?')}{threads}"

@@ -67,7 +67,7 @@ COLUMNS: dict[str, Callable[[RunStatus], str]] = {
     "run": lambda s: s.id if len(s.id) <= LONGEST_NAME else s.id[: LONGEST_NAME - 1] + "…",
     "arm": lambda s: s.arm,
     "state": lambda s: s.state,
-    "step": lambda s: f"{s.step:,}/{_short(s.max_steps)}",
+    "step": lambda s: f"{s.step:,}/{_short(s.max_steps) if s.max_steps else '?'}",
     "%": lambda s: f"{s.step / s.max_steps:.0%}" if s.max_steps else "",
     "started": lambda s: _clock(s.started),
     "finished": lambda s: _clock(s.finished),
@@ -165,7 +165,8 @@ def show_log(run: Path, follow: bool) -> None:
     folder = RunFolder(run)
     folder.config()
     if not folder.log.exists():
-        raise UserError(f"{folder.log} is not there yet: the run has not started to train")
+        state = "it was packed without its log" if folder.finished() else "the run has not started to train"
+        raise UserError(f"{folder.log} is not there: {state}")
     with open(folder.log, encoding="utf-8", errors="replace") as file:
         while True:
             text = file.read()

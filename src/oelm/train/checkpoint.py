@@ -126,9 +126,9 @@ def pick(folder: RunFolder, which: str, warn: Callable[[str], None]) -> Checkpoi
     path = folder.path / which
     if not path.exists() and (which != "last" or not folder.last_step()):
         have = ", ".join(sorted(p.name for p in folder.path.glob("step-*"))) or "none"
-        raise UserError(
-            f"no checkpoint {which} in {folder.path} (it has: {have}): the best is known only after a validation"
-        )
+        packed = have == "none" and folder.finished()
+        why = "it was packed without its weights" if packed else "the best is known only after a validation"
+        raise UserError(f"no checkpoint {which} in {folder.path} (it has: {have}): {why}")
     if path.exists():
         try:
             return load(path)

@@ -170,9 +170,9 @@ def _opening(config: RunConfig, epochs: float, device: str) -> list[str]:
         lines.append(
             f"WARNING: the training text is seen {epochs:.1f} times: a gap between arms may then be regularisation"
         )
-    if config.warmup_steps >= config.max_steps:
+    if config.warmup_steps > config.max_steps:
         lines.append(
-            f"WARNING: the warm-up ({config.warmup_steps:,} steps) is not shorter than the run "
+            f"WARNING: the warm-up ({config.warmup_steps:,} steps) is longer than the run "
             f"({config.max_steps:,}): the learning rate never reaches {config.max_lr:g}"
         )
     if config.use_amp and device != "cuda":
