@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from oelm.errors import UserError
-from oelm.files import disk_errors, is_locked, lock_file, write_atomic
+from oelm.files import disk_errors, is_locked, lock_file, without_links, write_atomic
 
 
 def test_a_failed_write_leaves_the_old_content_and_no_litter(tmp_path, monkeypatch):
@@ -55,3 +55,11 @@ def test_a_place_that_cannot_be_is_not_held(tmp_path):
     (tmp_path / "file").touch()
     assert not is_locked(tmp_path / "file" / "run.lock")
     assert not is_locked(tmp_path / ("x" * 300))
+
+
+def test_what_is_reached_through_a_link_counts_once(tmp_path):
+    (tmp_path / "real" / "run").mkdir(parents=True)
+    (tmp_path / "alias").symlink_to("real")
+    found = [tmp_path / "alias" / "run", tmp_path / "real" / "run"]
+    assert without_links(tmp_path, found) == [tmp_path / "real" / "run"]
+    assert without_links(tmp_path / "alias", [tmp_path / "alias" / "run"]) == [tmp_path / "alias" / "run"]

@@ -48,6 +48,14 @@ def write_array(path: Path, array: Any) -> None:
     write_atomic(path, content.getvalue())
 
 
+def without_links(root: Path, paths: list[Path]) -> list[Path]:
+    """Each of what lies below `root` once: what is reached through a link as well is not there twice."""
+    base = root.resolve()
+    real = {path.resolve(): path for path in paths}
+    real |= {path.resolve(): path for path in paths if path.resolve() == base / path.relative_to(root)}
+    return [path for path in paths if real[path.resolve()] == path]
+
+
 def fsync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

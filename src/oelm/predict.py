@@ -48,6 +48,13 @@ class Classifier:
         except (KeyError, TypeError, AssertionError):
             raise UserError(f"the checkpoint in {run} does not say what its classes are") from None
         self.device = next(self.model.parameters()).device
+        self.cut = 0
+        """Texts so far that were longer than the model reads."""
+
+    def warn(self) -> None:
+        if self.cut:
+            texts = f"{self.cut:,} text{'s were' if self.cut > 1 else ' was'} longer than {self.config.seq_len} tokens"
+            print(f"WARNING: {texts}, and cut at the end", file=sys.stderr)
 
     @torch.inference_mode()
     def answer(self, texts: Sequence[Sequence[str]]) -> list[Answer]:
@@ -56,10 +63,10 @@ class Classifier:
             raise UserError(
                 f"the run was trained on {'pairs of texts' if self.pair else 'single texts'}: give it those"
             )
-        examples = [
-            self.template.join([self.tokenizer.encode_array(text) for text in some], self.config.seq_len)
-            for some in texts
-        ]
+        encoded = [[self.tokenizer.encode_array(text.strip()) for text in some] for some in texts]
+        room = self.config.seq_len - self.template.length(self.pair)
+        self.cut += sum(sum(map(len, some)) > room for some in encoded)
+        examples = [self.template.join(some, self.config.seq_len) for some in encoded]
         batch = tuple(tensor.to(self.device) for tensor in pad(examples, self.template.pad))
         shares = class_logits(self.model, batch).float().softmax(-1).tolist()
         return [
@@ -78,7 +85,10 @@ def predict_file(classifier: Classifier, path: Path, columns: Sequence[str], out
     rows = _texts(path, columns, skips)
     while some := list(islice(rows, BATCH)):
         for (record, _), answer in zip(some, classifier.answer([texts for _, texts in some]), strict=True):
-            out.write(json.dumps({**record, **answer.as_json()}, ensure_ascii=False, default=str) + "\n")
+            told = answer.as_json()
+            if lost := record.keys() & told.keys():
+                raise UserError(f"{path} has a column {min(lost)}, which the answers would take: rename it")
+            out.write(json.dumps({**record, **told}, ensure_ascii=False, default=str) + "\n")
             answered += 1
     if not answered:
         raise UserError(f"no row of {path} could be answered{f'; left out: {skips}' if skips.counts else ''}")
@@ -93,7 +103,7 @@ def _texts(path: Path, columns: Sequence[str], skips: Skips) -> Iterator[tuple[d
         if None in record:  # more fields than columns: which is which is not known
             skips.add("with too many columns", f"{path.name}, row {number}")
         elif all(isinstance(text, str) and text.strip() and is_text(text) for text in texts):
-            yield record, [str(text).strip() for text in texts]
+            yield record, [str(text) for text in texts]
         else:
             skips.add("with an empty, missing or undecodable text", f"{path.name}, row {number}")
 

@@ -118,5 +118,20 @@ def with_meta(key, value=None):
 def test_damaged_data_are_refused(tmp_path, damage):
     prepared(tmp_path, make_rows(90))
     damage(tmp_path / "out")
-    with pytest.raises(UserError, match="is damaged: run oelm prepare again"):
+    with pytest.raises(UserError, match=r"is damaged.*: run oelm prepare again"):
         open_labelled("", str(tmp_path / "out"))
+
+
+def test_a_class_of_which_no_row_is_left_to_train_on_is_refused(tmp_path):
+    """Of 20 files with one rare row, some have it drawn into the validation or the test split."""
+    rows, refused = [{"text": f"text {i}", "label": "common"} for i in range(50)], 0
+    for i in range(20):
+        (tmp_path / str(i)).mkdir()
+        try:
+            meta = prepared(tmp_path / str(i), [*rows, {"text": f"rare {i}", "label": "rare"}], ())
+        except UserError as error:
+            assert "no row of the label rare is left" in str(error)  # noqa: PT017
+            refused += 1
+        else:
+            assert meta["splits"]["train"]["labels"] == [meta["splits"]["train"]["documents"] - 1, 1]
+    assert 0 < refused < 20

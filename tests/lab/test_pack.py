@@ -38,7 +38,7 @@ def unpacked(file, place):
 
 
 def test_what_was_packed_gives_the_same_verdict(runs, tmp_path):
-    assert pack(runs, tmp_path / "runs.tar.xz") == 7
+    assert pack(runs, tmp_path / "runs.tar.xz") == (7, 1)
     again = unpacked(tmp_path / "runs.tar.xz", tmp_path / "elsewhere") / "few"  # no folder of the one it was called in
     (runs / "half" / "config.toml").unlink()  # what is on its way stays behind
     before, after = (as_json(reach_verdict(load_study(root)), "en") for root in (runs, again))
@@ -54,12 +54,12 @@ def test_unpacking_puts_the_runs_where_a_plan_looks_for_them(runs, tmp_path, mon
     assert RunFolder(again / "baseline_lr0.001_seed1").finished()
 
 
-def test_packed_and_new_runs_of_one_kind_of_machine_are_not_told_apart(runs, tmp_path):
+def test_machines_are_told_apart_without_their_names(runs, tmp_path):
     pack(runs, tmp_path / "runs.tar.xz")
     again = unpacked(tmp_path / "runs.tar.xz", tmp_path / "elsewhere") / "few"
     make_arm(again, "oelm_random", {1: 2.3, 2: 2.4, 3: 2.5}, machine={"host": "my-secret-host"})
     assert "machines" not in [threat.kind for threat in reach_verdict(load_study(again)).threats]
-    make_arm(again, "oelm_matched", {1: 2.3, 2: 2.4, 3: 2.5}, machine={"device_name": "another"})
+    make_arm(again, "oelm_matched", {1: 2.3, 2: 2.4, 3: 2.5}, machine={"host": "another"})
     assert "machines" in [threat.kind for threat in reach_verdict(load_study(again)).threats]
 
 
@@ -76,6 +76,11 @@ def test_the_same_runs_are_packed_to_the_same_bytes(runs, tmp_path):
         path.write_bytes(path.read_bytes())  # another date
     pack(runs, tmp_path / "two.tar.xz")
     assert (tmp_path / "one.tar.xz").read_bytes() == (tmp_path / "two.tar.xz").read_bytes()
+
+
+def test_a_damaged_environment_is_no_obstacle(runs, tmp_path):
+    (runs / "lost" / "environment.json").write_text('{"parts": [1, null, "x"]}')
+    assert pack(runs, tmp_path / "runs.tar.xz") == (7, 1)
 
 
 @pytest.mark.parametrize(

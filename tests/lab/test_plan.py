@@ -70,6 +70,8 @@ def test_several_matrices_multiply_each_alone(tmp_path):
         (GOOD + '[select]\nsetting = "model_type"\n', ["setting 'model_type'"]),
         (GOOD + '[arms.one]\narm = "two"\n[arms.two]\narm = "one"\n', ["builds upon one of oelm's"]),
         (GOOD.replace('preset = "tiny"', 'preset = "tiny"\nlabel = "x"'), ["both called x", "differ in frames"]),
+        (GOOD.replace('"GPT-01"', f'"{"x" * 260}"'), ["needs an id"]),
+        (GOOD.replace('preset = "tiny"', 'preset = "tiny"\ndataset = "csv:some.csv"'), ["oelm prepare NAME"]),
         ("not toml", ["not valid TOML"]),
     ],
 )

@@ -159,3 +159,25 @@ def test_a_run_that_gives_one_answer_to_everything_is_named(tmp_path):
         make_run(tmp_path, f"{arm}_{seed}", arm, seed, answers=rows if arm == "oelm_v2" else answers(2_000), data=NLI)
     (threat,) = [threat for threat in reach_verdict(load_study(tmp_path)).threats if threat.kind == "one_answer"]
     assert threat.facts["runs"] == "oelm_v2 (1)"
+
+
+def test_to_be_as_good_as_a_baseline_that_learnt_nothing_is_no_pass(tmp_path):
+    """One class of three makes up 80 % of the examples, and everybody always says it."""
+    labels = np.repeat([0, 1, 2], [2_400, 300, 300])
+    told = np.stack([labels, np.zeros(3_000, dtype=np.int64)], 1)
+    for arm in ("baseline", "oelm_v2"):
+        for seed in (1, 2, 3):
+            make_run(tmp_path, f"{arm}_{seed}", arm, seed, answers=told, data=NLI)
+    found = reach_verdict(load_study(tmp_path))
+    assert found.arms == {"oelm_v2": "INCONCLUSIVE"}
+    assert found.settings[0].judgements["oelm_v2"].plain.verdict == "INCONCLUSIVE"
+    assert "one_answer" in [threat.kind for threat in found.threats]
+
+
+def test_examples_are_counted_by_the_answers_themselves(tmp_path):
+    few = np.stack([np.arange(30) % 3, np.arange(30) % 3], 1)
+    without = {key: value for key, value in NLI.items() if key != "examples"}
+    for arm in ("baseline", "oelm_v2"):
+        for seed in (1, 2, 3):
+            make_run(tmp_path, f"{arm}_{seed}", arm, seed, answers=few, data=without)
+    assert reach_verdict(load_study(tmp_path)).arms == {"oelm_v2": "INCONCLUSIVE"}

@@ -224,8 +224,9 @@ def pack_verb(parser: Parser) -> None:
 def _pack(options: argparse.Namespace) -> None:
     from oelm.lab.pack import pack
 
-    count = pack(options.folder, options.file)
-    print(f"{options.file}: {count} runs, {options.file.stat().st_size / 2**20:.1f} MiB")
+    count, others = pack(options.folder, options.file)
+    left = f"; {others} that are not finished, or not whole, were left out" if others else ""
+    print(f"{options.file}: {count} runs, {options.file.stat().st_size / 2**20:.1f} MiB{left}")
 
 
 def demo_verb(parser: Parser) -> None:

@@ -202,8 +202,10 @@ def _predict(options: argparse.Namespace) -> None:
         skips = predict_file(classifier, options.source, columns, sys.stdout)
         if skips.counts:
             print(f"left out: {skips}", file=sys.stderr)
+        classifier.warn()
         return
     (answer,) = classifier.answer([texts])
+    classifier.warn()
     if options.json:
         print(json.dumps(answer.as_json(), ensure_ascii=False))
         return

@@ -66,6 +66,16 @@ def open_fitting(config: RunConfig, vocab_is_set: bool = False) -> tuple[RunConf
     if encoders.is_pretrained(config.arch):
         _check_tokenizer(config.arch, data)
     check_data(data, 1, config.vocab_size)
+    template = found.template
+    largest = max(*template.start, *template.between, *template.end, template.pad)
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"the special token {largest} of {data.folder} is outside the vocabulary of {config.vocab_size:,}: raise "
+            "--vocab_size, or prepare the data with the model's own tokenizer"
+        )
+    kinds = encoders.settings_of(config.arch).get("type_vocab_size", 2) if config.arch != encoders.GPT else 2
+    if found.pair and template.types and kinds < 2:
+        raise UserError(f"arch {config.arch} has no token type for the second text of the pairs in {data.folder}")
     least = found.template.length(found.pair) + 1 + found.pair
     if config.seq_len < least:
         raise UserError(f"seq_len {config.seq_len}: with its special tokens an example takes {least} at least")

@@ -47,6 +47,11 @@ def write_labelled(
                 splits[split].append(example)
             else:
                 dropped += 1
+    absent = set(range(len(names))) - {label for _, label in splits["train"]}
+    if absent:
+        raise UserError(
+            f"no row of the label {names[min(absent)]} is left to train on: give more, or files with --val and --test"
+        )
     if spec.startswith("bpe:"):
         seen = (text for texts, _ in splits["train"] for text in texts)
         write_atomic(work / TOKENIZER_FILE, train_bpe(seen, int(spec.partition(":")[2])).serialised)

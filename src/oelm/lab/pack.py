@@ -8,24 +8,27 @@ import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from oelm.errors import UserError
 from oelm.files import disk_errors, write_atomic
 from oelm.lab.plan import plan_copies
 from oelm.lab.status import find_runs
+from oelm.machine import host_id
 from oelm.train.folder import RunFolder
 
 WHO = ("host", "pid", "process_started", "platform")
 """What environment.json says of the machine's user rather than of the numbers."""
 
 
-def pack(root: Path, out: Path) -> int:
-    """Write the finished runs below `root`, and their plans, to `out`; returns their number."""
+def pack(root: Path, out: Path) -> tuple[int, int]:
+    """Write the finished runs below `root`, and their plans, to `out`; returns their number, and that of the others."""
     if not root.is_dir():
         raise UserError(f"no such folder: {root}")
     if not out.name.endswith(".tar.xz"):
         raise UserError(f"{out}: the name of a packed folder ends in .tar.xz")
-    ended = [folder for folder in map(RunFolder, find_runs(root)) if _has_ended(folder)]
+    found = [RunFolder(path) for path in find_runs(root)]
+    ended = [folder for folder in found if _has_ended(folder)]
     if not ended:
         raise UserError(f"no finished run below {root}")
     plans = {path: path.read_bytes() for path in plan_copies(root)}
@@ -39,7 +42,7 @@ def pack(root: Path, out: Path) -> int:
     with disk_errors(f"writing {out}", "free some space, or choose another place"):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, buffer.getvalue())
-    return len(ended)
+    return len(ended), len(found) - len(ended)
 
 
 def _place(root: Path) -> Path:
@@ -57,6 +60,11 @@ def _kept(folder: RunFolder) -> Iterator[tuple[Path, bytes]]:
     for path in folder.records():
         content = path.read_bytes()
         if path == folder.environment:
-            parts = [{key: part[key] for key in part if key not in WHO} for part in folder.read_environment()]
+            known = [part for part in folder.read_environment() if isinstance(part, dict)]
+            parts = [{**{k: part[k] for k in part if k not in WHO}, "host_id": _id(part)} for part in known]
             content = json.dumps({"data": folder.read_data(), "parts": parts}, indent=2).encode()
         yield path, content
+
+
+def _id(part: dict[str, Any]) -> str:
+    return str(part.get("host_id") or host_id(str(part.get("host", ""))))

@@ -39,7 +39,7 @@ import tomli_w
 from oelm.arms import ARMS
 from oelm.config import ARM_KEYS, RunConfig, load_toml, resolve
 from oelm.errors import UserError, nearest
-from oelm.files import write_atomic
+from oelm.files import without_links, write_atomic
 from oelm.lab.score import score_in
 from oelm.train.folder import RunFolder
 
@@ -249,11 +249,15 @@ class _Reader:
         if own:
             settings |= own | {key: value for key, value in entry.items() if key != "model_type"}
         name, processes = settings.pop("id", ""), settings.pop("gpus_per_run", 1)
-        if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.+-]*", name):
+        if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.+-]{0,199}", name):
             self.refuse(f"a [[run]] needs an id of letters, digits, - and _, not {name!r}", "id" if name else "[run]")
         if not isinstance(processes, int) or not 1 <= processes <= 1024:
             self.refuse(f"gpus_per_run {processes!r} must be a number from 1 to 1024", "gpus_per_run")
         settings |= self.overrides
+        if ":" in str(settings.get("dataset", "")):
+            self.refuse(
+                f"dataset {settings['dataset']}: prepare the file (oelm prepare NAME --train FILE), then say NAME"
+            )
         if "processes" in settings:
             self.refuse("processes is set by the launcher: say gpus_per_run", "processes")
         if not isinstance(settings.get("out_dir", "x"), str) or not settings.get("out_dir", "x").strip():
@@ -343,7 +347,8 @@ def left_plans(root: Path) -> list[Plan]:
 
 
 def plan_copies(root: Path) -> list[Path]:
-    return sorted(path for depth in ("", "*/", "*/*/") for path in root.glob(f"{depth}*{COPY}") if path.is_file())
+    found = sorted(path for depth in ("", "*/", "*/*/") for path in root.glob(f"{depth}*{COPY}") if path.is_file())
+    return without_links(root, found)
 
 
 def _identity(run: PlannedRun) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from oelm.config import RunConfig
 from oelm.errors import UserError
+from oelm.files import without_links
 from oelm.lab.plan import PlannedRun, left_plans
 from oelm.lab.score import ACCURACY, PERPLEXITY, score_of
 from oelm.train import metrics
@@ -224,8 +225,7 @@ def find_runs(root: Path) -> list[Path]:
     if (root / "config.toml").is_file():
         return [root]
     found = sorted(path.parent for depth in ("*", "*/*", "*/*/*") for path in root.glob(f"{depth}/config.toml"))
-    real = {path.resolve(): path for path in sorted(found, key=os.path.islink, reverse=True)}  # a link is no second run
-    return [path for path in found if real[path.resolve()] == path]
+    return without_links(root, found)
 
 
 def watch_folder(root: Path) -> LabWatcher:

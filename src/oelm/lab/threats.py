@@ -10,7 +10,8 @@ from oelm import encoders
 from oelm.lab.outcome import Run
 from oelm.lab.score import ACCURACY, PERPLEXITY
 from oelm.lab.stats import MIN_SEEDS
-from oelm.lab.study import Setting, Study, differences
+from oelm.lab.study import Arm, Setting, Study, differences
+from oelm.machine import host_id
 from oelm.train.metrics import perplexity
 
 TEXTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -48,7 +49,10 @@ def too_few_examples(setting: Setting, study: Study) -> int:
     if study.score is not ACCURACY:
         return 0
     some = next(iter(setting.judged[study.baseline].runs.values()))
-    n = some.data.get("examples", {}).get(setting.split, 0)
+    if setting.split == "test" and some.answers is not None:
+        n = len(some.answers)
+    else:
+        n = some.data.get("examples", {}).get(setting.split, 0)
     return n if 0 < n <= 100 / study.criterion else 0
 
 
@@ -96,6 +100,11 @@ def _of_setting(setting: Setting, study: Study) -> Iterator[Threat]:
     versions = {" ".join(str((run.environment or [{}])[-1].get(key)) for key in ("oelm", "torch")) for run in runs}
     if len(versions) > 1:
         yield Threat("versions", {"setting": name, "versions": "; ".join(sorted(versions))})
+
+
+def has_learnt_nothing(arm: Arm) -> bool:
+    """Some run of it gives one answer to every example: to be as good as that says nothing."""
+    return any(_one_answer(run) for run in arm.runs.values())
 
 
 def _one_answer(run: Run) -> bool:
@@ -149,7 +158,7 @@ def _failures(study: Study) -> Iterator[Threat]:
 
 
 def _place(run: Run) -> tuple[str, str]:
-    """The machine, "" if packed runs do not say which, and what is said of it."""
+    """The machine, "" if it is not known, and what is said of it."""
     part = (run.environment or [{}])[-1]
     threads = f", {part.get('threads')} thread(s)" if part.get("device") == "cpu" else ""
-    return part.get("host", ""), f"{part.get('device_name', '?')}{threads}"
+    return str(part.get("host_id") or host_id(str(part.get("host", "")))), f"{part.get('device_name', '?')}{threads}"

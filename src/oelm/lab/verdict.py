@@ -24,7 +24,7 @@ from oelm.lab.stats import (
     speed_ratio,
 )
 from oelm.lab.study import Arm, Setting, Study
-from oelm.lab.threats import Threat, find_threats, too_few_examples
+from oelm.lab.threats import Threat, find_threats, has_learnt_nothing, too_few_examples
 
 STEPS = {
     "freeze": ("baseline", "oelm_v2"),
@@ -142,8 +142,11 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     plain = _judged({a: paired_gap(a.scores, baseline.scores, bar) for a in others}, bar)
     fair = _judged({a: paired_gap(a.scores, against[a.name].scores, bar) for a in others}, bar)
     for arm in others:
-        if not arm.trained and not _is_matched(arm, setting) and fair[arm.name].verdict == PASS:
-            fair[arm.name] = replace(fair[arm.name], verdict=INCONCLUSIVE)
+        unmatched = not arm.trained and not _is_matched(arm, setting)
+        if unmatched or has_learnt_nothing(against[arm.name]):
+            fair[arm.name] = _without_pass(fair[arm.name])
+        if has_learnt_nothing(baseline):
+            plain[arm.name] = _without_pass(plain[arm.name])
     if too_few_examples(setting, study):
         plain, fair = ({n: replace(g, verdict=INCONCLUSIVE) for n, g in gaps.items()} for gaps in (plain, fair))
     judgements = {
@@ -158,6 +161,10 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
         if start in arms and end in arms and arms[start].scores.keys() & arms[end].scores.keys():
             steps[name] = paired_gap(arms[end].scores, arms[start].scores, bar)
     return SettingVerdict(setting, judgements, steps)
+
+
+def _without_pass(gap: Gap) -> Gap:
+    return replace(gap, verdict=INCONCLUSIVE) if gap.verdict == PASS else gap
 
 
 def _judged(gaps: dict[Arm, Gap], bar: float) -> dict[str, Gap]:

@@ -24,6 +24,9 @@ def policy_of(model: nn.Module, config: RunConfig) -> Policy:
                 f"{setting} {text}: {patterns[0]} matches no parameter of the model; their names are like "
                 "blocks.0.attention.q.weight, blocks.3.ffn.up.bias, tokens.weight"
             )
+    for step in (0, 1, *config.policy.phases()):  # the second shows what "every" leaves to rest
+        if len(config.policy.frozen(names, step)) == len(names):
+            raise UserError(f"freeze {config.freeze}: at step {step:,} nothing would be trained")
     return config.policy
 
 
@@ -46,7 +49,7 @@ def orthogonalise(model: nn.Module, config: RunConfig, step: int) -> list[str]:
     changed = []
     for name, parameter in model.named_parameters():
         kind = config.policy.polar(name, step)
-        if kind:
+        if kind and parameter.ndim == 2:  # a bias freezes as it is
             heads = parameter.double().view(config.num_heads, config.d_head, config.d_model)
             factor = polar_rows(heads)
             if kind == "polar-scale":
