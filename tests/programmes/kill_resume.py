@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # the optimizer imports it; here, once, before the forks
 
 import oelm.model.cost
 import oelm.train.classify

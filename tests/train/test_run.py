@@ -14,7 +14,17 @@ import torch
 from oelm.train.folder import RunFolder
 from tests.conftest import make_data
 from tests.programmes.kill_resume import fingerprint
-from tests.train.small_runs import SMALL, stop_after, summary, weights
+from tests.train.small_runs import SMALL, command, stop_after, summary, weights
+
+
+def test_a_run_does_not_wait_for_the_compiler_to_be_imported(data, tmp_path):
+    """It would take as long as torch itself; only --compile needs it."""
+    program = (
+        "import sys\nfrom oelm.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit as end: assert not end.code\n"
+        "print('imported', [name for name in ('torch', 'torch._dynamo', 'sympy') if name in sys.modules])"
+    )
+    words = command(data, tmp_path / "run", *SMALL, launcher=(sys.executable, "-c", program))
+    assert subprocess.check_output(words, text=True).endswith("imported ['torch']\n")
 
 
 def test_the_start_says_what_is_to_come(tiny, tmp_path):

@@ -27,7 +27,8 @@ def build_model(config: RunConfig, device: torch.device | str = "cpu") -> nn.Mod
     """A model with its initial weights. Built without torch's own initialisation, which would be overwritten."""
     if config.arch != encoders.GPT:
         return encoder.build_encoder(config)[0].to(device)
-    model = skeleton(config).to_empty(device="cpu")
+    # to_empty() would import the compiler's symbols, which takes longer than to train a small model's first steps
+    model = skeleton(config)._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
     assert isinstance(model, GPT)
     model.initialise(config.seed)
     return model.to(device)

@@ -1,5 +1,6 @@
 """Optimizer and learning-rate schedule."""
 
+import inspect
 import math
 from collections.abc import Collection
 
@@ -11,6 +12,14 @@ from oelm.policy import parse_rates, rate_factor
 
 DECAY_SHARE = 0.2
 """Share of a WSD run that is spent in the final decay."""
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's own, without the wrappers that import its compiler: they took half of a short run's start."""
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
@@ -29,9 +38,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
             return config.min_lr + span * min(1.0, (config.max_steps - step) / decay_steps)
 
 
-def build_optimizer(
-    model: nn.Module, config: RunConfig, device: torch.device, frozen: Collection[str] = ()
-) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: RunConfig, device: torch.device, frozen: Collection[str] = ()) -> AdamW:
     """AdamW over the parameters that are not frozen; matrices and embeddings decay, everything else does not.
 
     Each group has a `factor` on the learning rate.
@@ -41,7 +48,7 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         if name not in frozen:
             groups.setdefault((parameter.ndim == 2, rate_factor(name, factors)), []).append(parameter)
-    return torch.optim.AdamW(
+    return AdamW(
         [
             {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, "factor": factor}
             for (decays, factor), parameters in groups.items()
