@@ -20,7 +20,8 @@ from tests.train.small_runs import SMALL, command, stop_after, summary, weights
 def test_a_run_does_not_wait_for_the_compiler_to_be_imported(data, tmp_path):
     """It would take as long as torch itself; only --compile needs it."""
     program = (
-        "import sys\nfrom oelm.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit as end: assert not end.code\n"
+        "import sys\nfrom oelm.cli import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit as end: assert not end.code\n"
         "print('imported', [name for name in ('torch', 'torch._dynamo', 'sympy') if name in sys.modules])"
     )
     words = command(data, tmp_path / "run", *SMALL, launcher=(sys.executable, "-c", program))
