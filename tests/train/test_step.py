@@ -5,7 +5,9 @@ from bench.agreement import curves
 
 from oelm.config import resolve
 from oelm.data.tokens import open_data
-from oelm.train.step import _dropout_seed, _precision
+from oelm.model.build import build_model
+from oelm.train.distributed import World
+from oelm.train.step import Update, _dropout_seed, _precision
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,22 @@ def test_mixed_precision_is_bfloat16_where_the_gpu_has_it_else_scaled_float16(
 def test_dropout_seeds_differ_by_step_and_process():
     seeds = {_dropout_seed(42, step, rank) for step in range(500) for rank in range(8)}
     assert len(seeds) == 4000
+
+
+@pytest.mark.parametrize("length", [0.3, 0.9999995, 1.0, 7.0])
+def test_clipping_leaves_the_bits_that_torch_would(length):
+    config = resolve({"preset": "tiny", "grad_clip": 1.0})
+    update = Update(build_model(config), config, World(0, 1, torch.device("cpu")), lambda model, batch: model(*batch))
+    drawn = [torch.randn_like(parameter) for parameter in update.trainable]
+    size = torch.cat([gradient.flatten() for gradient in drawn]).norm()
+    for parameter, gradient in zip(update.trainable, drawn, strict=True):
+        parameter.grad = gradient * (length / size)
+    copies = [torch.empty_like(p).requires_grad_() for p in update.trainable]
+    for copy, parameter in zip(copies, update.trainable, strict=True):
+        copy.grad = parameter.grad.clone()
+    expected = torch.nn.utils.clip_grad_norm_(copies, 1.0)
+    assert update._clip() == pytest.approx(float(expected), rel=1e-6)
+    assert all(torch.equal(p.grad, c.grad) for p, c in zip(update.trainable, copies, strict=True))
 
 
 def test_200_steps_have_the_losses_of_code_without_any_optimisation(data):

@@ -1,6 +1,5 @@
 """One update of a model: gradients of its micro-batches, their norm, AdamW. The loop and the benchmarks share it."""
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -13,6 +12,9 @@ from oelm.model import freeze
 from oelm.train.distributed import World
 from oelm.train.optim import allocate_moments, build_optimizer
 from oelm.train.task import Batch
+
+CLIP_MARGIN = 1e-6
+"""Added to the norm by torch before it divides by it."""
 
 
 class Update:
@@ -82,11 +84,20 @@ class Update:
             allocate_moments(self.optimizer)
         if self.config.dropout:
             torch.manual_seed(_dropout_seed(self.config.seed, step, self.world.rank))
-        self.parallel.train()
+        if not self.model.training:
+            self.parallel.train()
         losses = [self.backward(b, len(batches), sync=i == len(batches) - 1) for i, b in enumerate(batches)]
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.trainable, self.config.grad_clip or math.inf, foreach=True)
-        return torch.stack(losses).sum().item(), norm.item()
+        return torch.stack(losses).sum().item(), self._clip()
+
+    def _clip(self) -> float:
+        """The gradient's norm. Where it is short enough nothing is touched: torch's own would multiply all by 1."""
+        gradients = [parameter.grad for parameter in self.trainable if parameter.grad is not None]
+        norm, most = nn.utils.get_total_norm(gradients, foreach=True), self.config.grad_clip
+        length = norm.item()
+        if most and not length + CLIP_MARGIN <= most:
+            nn.utils.clip_grads_with_norm_(self.trainable, most, norm, foreach=True)
+        return length
 
     def backward(self, batch: Batch, parts: int, sync: bool) -> Tensor:
         """Accumulate the gradient of one micro-batch; processes exchange it with the last one only."""
