@@ -28,12 +28,12 @@ def test_two_processes_train_as_one_and_keep_frozen_bits(tiny, data, tmp_path):
 
 
 def test_two_processes_resume_to_the_same_bits(data, tmp_path):
-    settings = ("--max_steps", 40, "--val_interval", 10, "--log_interval", 1)
+    settings = ("--max_steps", 150, "--val_interval", 30, "--log_interval", 1)  # long enough to be cut off in time
     whole = subprocess.run(command(data, tmp_path / "whole", *settings, launcher=TORCHRUN), capture_output=True)
     assert whole.returncode == 0
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     cut = subprocess.Popen(command(data, tmp_path / "cut", *settings, launcher=TORCHRUN), **silent)
-    while RunFolder(tmp_path / "cut").last_step() < 10:
+    while RunFolder(tmp_path / "cut").last_step() < 30:
         time.sleep(0.01)
     cut.send_signal(signal.SIGTERM)
     cut.wait()
