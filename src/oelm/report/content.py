@@ -104,7 +104,8 @@ def _status(verdict: Verdict, w: Words) -> Iterator[Block]:
     yield Heading(w("status"))
     rows = [
         [
-            s.id, s.arm, w(f"state_{s.state}") + (f": {s.reason}" if s.reason else ""), f"{s.step:,} / {f'{s.max_steps:,}' if s.max_steps else '?'}",
+            s.id, s.arm, w(f"state_{s.state}") + (f": {s.reason}" if s.reason else ""),
+            f"{s.step:,} / {f'{s.max_steps:,}' if s.max_steps else '?'}",
             when(s.started), when(s.finished), _val(s),
             f"{round(100 * s.gap, 1) + 0.0:+.1f} {w('unit')}".replace("-", "−") if s.gap is not None else "",
         ]
