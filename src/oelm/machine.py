@@ -90,9 +90,10 @@ def leave_with_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def host_id(name: str) -> str:
-    """Tells machines apart without naming them."""
-    return hashlib.sha256(name.encode()).hexdigest()[:8] if name else ""
+def host_id(part: dict[str, Any]) -> str:
+    """What tells the machine of a run's part from others without naming it; "" if it is not known."""
+    name = str(part.get("host", ""))
+    return str(part.get("host_id") or (hashlib.sha256(name.encode()).hexdigest()[:8] if name else ""))
 
 
 def now() -> str:

@@ -8,7 +8,6 @@ import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from oelm.errors import UserError
 from oelm.files import disk_errors, write_atomic
@@ -61,10 +60,6 @@ def _kept(folder: RunFolder) -> Iterator[tuple[Path, bytes]]:
         content = path.read_bytes()
         if path == folder.environment:
             known = [part for part in folder.read_environment() if isinstance(part, dict)]
-            parts = [{**{k: part[k] for k in part if k not in WHO}, "host_id": _id(part)} for part in known]
+            parts = [{**{k: part[k] for k in part if k not in WHO}, "host_id": host_id(part)} for part in known]
             content = json.dumps({"data": folder.read_data(), "parts": parts}, indent=2).encode()
         yield path, content
-
-
-def _id(part: dict[str, Any]) -> str:
-    return str(part.get("host_id") or host_id(str(part.get("host", ""))))

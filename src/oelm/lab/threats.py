@@ -161,4 +161,4 @@ def _place(run: Run) -> tuple[str, str]:
     """The machine, "" if it is not known, and what is said of it."""
     part = (run.environment or [{}])[-1]
     threads = f", {part.get('threads')} thread(s)" if part.get("device") == "cpu" else ""
-    return str(part.get("host_id") or host_id(str(part.get("host", "")))), f"{part.get('device_name', '?')}{threads}"
+    return host_id(part), f"{part.get('device_name', '?')}{threads}"
