@@ -9,10 +9,12 @@ from oelm import encoders
 from oelm.config import RunConfig
 from oelm.data.examples import Labelling
 from oelm.data.labelled import open_labelled
-from oelm.data.prepare import prepare
+from oelm.data.prepare import prepare, prepare_lock
+from oelm.data.sources import format_of
 from oelm.data.tokenizer import encoder_tokenizer
 from oelm.data.tokens import META_FILE, TokenData, check_data, data_root, open_data
 from oelm.errors import UserError
+from oelm.files import is_locked
 
 PREPARED_SECONDS = 600.0
 """How long the other processes of a run wait for the first to prepare its data."""
@@ -20,21 +22,29 @@ PREPARED_SECONDS = 600.0
 
 def with_prepared(config: RunConfig, rank: int) -> RunConfig:
     """The config on the prepared form of the file that its `dataset` names; prepared now, if it has not been."""
-    path = Path(config.dataset.partition(":")[2])
+    kind, _, given = config.dataset.partition(":")
+    path = Path(given)
     if not path.is_file():
         raise UserError(f"dataset {config.dataset}: no such file")
+    if format_of(path) != kind:
+        raise UserError(f"dataset {config.dataset}: a file is read as its name ends: rename it to {path.stem}.{kind}")
     tokenizer = usual_tokenizer(config)
     digest = hashlib.sha256(path.read_bytes() + tokenizer.encode()).hexdigest()[:8]
     name = f"{re.sub(r'[^A-Za-z0-9_-]+', '-', path.stem)}-{digest}"
     folder = data_root() / name
     waited = 0.0
     while not (folder / META_FILE).exists():
-        if rank == 0:
+        busy = is_locked(prepare_lock(folder))
+        if rank == 0 and not busy:
             shares = "10 % of the rows for validation, 10 % for the test"
             print(f"preparing {path} in {folder}: tokenizer {tokenizer}, {shares}", flush=True)
-            prepare(name, [], tokenizer, folder, labelling=Labelling(), placed={"train": [path]})
+            try:
+                prepare(name, [], tokenizer, folder, labelling=Labelling(), placed={"train": [path]})
+            except UserError:  # unless another run was quicker
+                if not (is_locked(prepare_lock(folder)) or (folder / META_FILE).exists()):
+                    raise
         elif (waited := waited + 0.2) > PREPARED_SECONDS:
-            raise UserError(f"{folder} was not prepared by the first process")
+            raise UserError(f"{folder} was not prepared by {'another run' if busy else 'the first process'}")
         else:
             time.sleep(0.2)
     return config.replace(dataset=name)

@@ -116,7 +116,7 @@ def prepare(
             stack.callback(_remove_if_empty, out.parent)
         work = out.parent / f".{out.name}.preparing"
         refusal = f"another prepare is writing {out}"
-        stack.enter_context(lock_file(out.parent / f".{out.name}.lock", refusal, remove=True))
+        stack.enter_context(lock_file(prepare_lock(out), refusal, remove=True))
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         stack.callback(shutil.rmtree, work, ignore_errors=True)
@@ -130,6 +130,11 @@ def prepare(
         shutil.rmtree(work / "download", ignore_errors=True)
         _put_in_place(work, out)
     return meta
+
+
+def prepare_lock(out: Path) -> Path:
+    """Held while the data of the folder `out` are written."""
+    return out.parent / f".{out.name}.lock"
 
 
 def _write_tokens(
