@@ -82,6 +82,16 @@ def test_the_way_there_by_hand(text):
     assert rows["oelm_random"][4] == "24.000 (+20.0)"
 
 
+def test_runs_with_few_validations_are_compared_where_these_were(study):
+    for metrics in study.glob("*/metrics.jsonl"):
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        kept = [record for record in records if record["kind"] != "val" or record["step"] in (10, 20)]
+        metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    heading, _, baseline, *_ = find(read(study), "50 %")
+    assert heading == ["arm", "50 %", "100 %"]
+    assert baseline == ["baseline", f"{20 * math.exp(0.5):.3f}", "20.000"]
+
+
 def test_ablation_by_hand(text):
     rows = {row[1]: row[2] for row in find(text, "from → to")[2:]}
     assert rows["baseline → oelm_random"].startswith("+20.0 ")

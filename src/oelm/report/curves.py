@@ -17,6 +17,7 @@ from oelm.report.said import said, show_gap
 from oelm.report.words import Words
 
 SHARES = (0.1, 0.3, 0.6, 1.0)
+"""Of a run, at which the arms are compared on the way."""
 
 
 def convergence(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
@@ -31,17 +32,17 @@ def convergence(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block
         picture = figures.curves(found, shades, w(f"axis_{name}"), w("axis_ppl"), score is PERPLEXITY)
         yield Figure(picture, w(f"curve_{name}"))
     baseline = s.setting.judged[verdict.study.baseline]
-    rows = []
+    rows, shares = [], _validated_shares(baseline)
     for arm in s.setting.judged.values():
         cells = [arm.name]
-        for share in SHARES:
+        for share in shares:
             mine, other = _score_at(arm, share), _score_at(baseline, share)
             shared = mine.keys() & other.keys()
             gap = statistics.fmean(mine[seed] - other[seed] for seed in shared) if shared else 0.0
             shown = w("in_brackets", text=said(gap, score)) if shared and arm is not baseline else ""
             cells.append(score.text(statistics.fmean(mine.values())) + shown if mine else "–")
         rows.append(cells)
-    headings = [w("arm"), *(w("share", share=round(100 * share)) for share in SHARES)]
+    headings = [w("arm"), *(w("share", share=round(100 * share)) for share in shares)]
     yield Table(headings, rows, w("progress_table", baseline=baseline.name))
 
 
@@ -53,6 +54,14 @@ def _band(arm: Arm, position: Callable[[Run, int], float], score: Score) -> figu
     found = np.array([[min(run.curve[step], highest) for step in steps] for run in runs])
     middle, low, high = (np.vectorize(score.shown)(edge) for edge in (found.mean(0), found.min(0), found.max(0)))
     return x, middle, low, high
+
+
+def _validated_shares(arm: Arm) -> list[float]:
+    """SHARES near which there were validations; where that is the end alone, its last validations."""
+    usual = [share for share in SHARES if _score_at(arm, share)]
+    run = next(iter(arm.runs.values()))
+    last = [step / run.config.max_steps for step in sorted(run.curve)[-len(SHARES) :]]
+    return usual if len(usual) > 1 else last
 
 
 def _score_at(arm: Arm, share: float) -> dict[int, float]:
