@@ -212,6 +212,18 @@ def test_published_figures_stand_beside_the_runs_of_their_id(tmp_path):
     assert "published PPL" not in read(tmp_path)
 
 
+def test_classifiers_stand_beside_the_published_accuracies(tmp_path):
+    answers = np.array([[0, 0], [1, 1], [2, 2], [2, 1]])
+    make_run(tmp_path, "XNLI-01_baseline", lr=2e-5, answers=answers, dataset="xnli")
+    make_run(tmp_path, "XNLI-02_oelm_v2", "oelm_v2", lr=1e-4, answers=answers)
+    text = read(tmp_path, published=True)
+    rows = {row[0]: row for row in find(text, "published accuracy")[2:]}
+    assert rows["XNLI-01"][5:] == ["76.71 %", "–", "–", "75.00 % (arm baseline, steps 20)"]  # theirs was damaged
+    assert rows["XNLI-02"][5:8] == ["77.79 %", "+1.1 points", "INCONCLUSIVE"]
+    assert "GPT-01" not in rows
+    assert "--lang en --against published" in text
+
+
 def test_cut_off_metrics_and_nan_runs_are_shown_as_what_they_are(study):
     with open(study / "oelm_v2_lr0.001_seed1" / "metrics.jsonl", "a") as file:
         file.write('{"kind": "val", "step": 2')

@@ -50,7 +50,7 @@ def compose(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, Any
     blocks.append(Items(threats) if threats else Text(w("no_threats")))
     if published:
         blocks += origin.published(verdict, w, published)
-    blocks += origin.reproduce(verdict, w)
+    blocks += origin.reproduce(verdict, w, " --against published" if published else "")
     blocks += [Heading(w("references")), Items(REFERENCES), Heading(w("runs_title"))]
     blocks += run_pages(study.runs, w)
     name = study.plans[0].name if len(study.plans) == 1 else study.root.resolve().name

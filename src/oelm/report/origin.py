@@ -9,7 +9,7 @@ from typing import Any
 from oelm import encoders
 from oelm.data.sources import prepare_command
 from oelm.lab.outcome import Run
-from oelm.lab.score import PERPLEXITY
+from oelm.lab.score import ACCURACY, PERPLEXITY, Score
 from oelm.lab.stats import INCONCLUSIVE
 from oelm.lab.verdict import Verdict
 from oelm.report.blocks import Block, Code, Heading, Table, Text
@@ -18,13 +18,15 @@ from oelm.report.words import Words
 
 
 def published(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, Any]]) -> Iterator[Block]:
-    """The published figures beside the runs whose id, or folder, begins with theirs."""
+    """The published figures of the study's kind beside the runs whose id, or folder, begins with theirs."""
     yield Heading(w("published"))
-    rows = []
-    for key, figure in published.items():
+    rows, score = [], verdict.study.score
+    scores = {key: _published_score(figure, score) for key, figure in published.items() if _FIGURE[score] in figure}
+    for key, found in scores.items():
+        figure = published[key]
         run = next((run for run in verdict.study.runs if run.folder.path.name.startswith(key)), None)
-        other = published.get(str(figure.get("against")))
-        gap = said(math.log(figure["ppl"] / other["ppl"]), PERPLEXITY) + " %" if other else "–"
+        other = scores.get(str(figure.get("against")))
+        gap = f"{said(found - other, score)} {w('unit')}" if other else "–"
         mine = w("not_run")
         if run is not None:
             final = run.score("val")
@@ -32,11 +34,19 @@ def published(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, A
             mine = shown + "".join(w("in_brackets", text=text) for text in [_other_settings(run, figure)] if text)
         rows.append(
             [key, figure["dataset"], figure["arm"], f"{figure['max_lr']:g}", f"{figure['steps']:,}",
-             f"{figure['ppl']:.4f}", gap, INCONCLUSIVE if other else "–", mine]
+             f"{figure['ppl']:.4f}" if score is PERPLEXITY else score.text(found), gap,
+             INCONCLUSIVE if other else "–", mine]
         )  # fmt: skip
     keys = ("run", "setting", "arm", "rate", "axis_steps", "published_ppl", "published_gap", "judged", "ours")
     yield Table([w(key) for key in keys], rows)
     yield Text(w("published_note"))
+
+
+_FIGURE = {PERPLEXITY: "ppl", ACCURACY: "accuracy"}
+
+
+def _published_score(figure: Mapping[str, Any], score: Score) -> float:
+    return math.log(figure["ppl"]) if score is PERPLEXITY else score.from_record(figure["accuracy"])
 
 
 def _other_settings(run: Run, figure: Mapping[str, Any]) -> str:
@@ -47,7 +57,7 @@ def _other_settings(run: Run, figure: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in mine.items() if value != alike.get(key, figure[key]))
 
 
-def reproduce(verdict: Verdict, w: Words) -> Iterator[Block]:
+def reproduce(verdict: Verdict, w: Words, options: str = "") -> Iterator[Block]:
     study = verdict.study
     yield Heading(w("reproduce"))
     parts = [run.environment[-1] for run in study.runs if run.environment]
@@ -69,7 +79,7 @@ def reproduce(verdict: Verdict, w: Words) -> Iterator[Block]:
     if not study.plans:
         runs = [(quote(run.id), quote(str(home / run.id))) for run in study.runs]
         yield Code("\n".join(f"oelm train {name}/config.toml --out_dir {place}" for name, place in runs))
-    yield Code(f"oelm report {quote(str(home))} --lang {w.language}")
+    yield Code(f"oelm report {quote(str(home))} --lang {w.language}{options}")
     for setting in study.settings:
         data: Mapping[str, Any] = setting.values["data"]
         source, tokenizer = str(data.get("source_hash", ""))[:16], str(data.get("tokenizer_hash", ""))[:16]
