@@ -20,6 +20,29 @@ def test_a_summary_that_the_metrics_contradict_is_not_believed(tmp_path, key, sp
     assert reason == f"summary.json and metrics.jsonl do not agree on the final {split} loss"
 
 
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ({"test_bpb": "x"}, "summary.json: test_bpb is 'x'"),
+        ({"epochs": None}, "summary.json: epochs is None"),
+        ({"data": {"tokenizer": ["bpe"]}}, "summary.json: data is damaged"),
+        ({"data": {"tokenizer": "bpe", "tokenizer_hash": {}}}, "summary.json: data is damaged"),
+    ],
+)
+def test_a_summary_edited_by_hand_is_left_out_of_the_report_and_named(tmp_path, oelm, damage, reason):
+    make_run(tmp_path, "whole")
+    rewrite(make_run(tmp_path, "edited", seed=2) / "summary.json", **damage)
+    assert load_study(tmp_path).damaged == {"edited": reason}
+    assert oelm("report", tmp_path, "--format", "md").code == 0
+
+
+@pytest.mark.parametrize("state", [None, "done", ["finished"], 1])
+def test_a_run_that_does_not_say_how_it_ended_died(tmp_path, oelm, state):
+    rewrite(make_run(tmp_path, "one") / "summary.json", state=state)
+    assert load_study(tmp_path).statuses[0].state == "died"
+    assert oelm("report", tmp_path, "--format", "md").code == 0
+
+
 def test_steps_without_time_are_no_measurement(tmp_path):
     make_run(tmp_path, "one", step_seconds=0.0)
     assert load_study(tmp_path).damaged == {"one": "metrics.jsonl: a step took no time"}

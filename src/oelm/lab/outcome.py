@@ -21,6 +21,8 @@ NUMBERS = (
     "checkpoint_bytes",
 )  # fmt: skip
 """What the summary of a finished run must hold."""
+BESIDE = ("test_bpb", "test_f1", "final_val_f1")
+"""What it may hold and a report shows beside the score."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,9 @@ class Run:
         """Why a finished run cannot be believed, in words; "" if nothing speaks against it."""
         if not self.finished:
             return ""
-        for key in NUMBERS:
-            if not _is_number(self.summary.get(key)):
-                return f"summary.json: {key} is {self.summary.get(key)!r}"
         needed = [f"final_val_{self.measure.summary}", *([f"test_{self.measure.summary}"] if self.has_test else [])]
-        for key in needed:
+        beside = [key for key in BESIDE if self.summary.get(key) is not None]
+        for key in [*NUMBERS, *needed, *beside]:
             if not _is_number(self.summary.get(key)):
                 return f"summary.json: {key} is {self.summary.get(key)!r}"
         if self.measure is ACCURACY and not all(0 <= self.summary[key] <= 1 for key in needed):
@@ -147,7 +147,8 @@ class Run:
         for split, found in measured.items():
             if found is None or abs(found - self.score(split)) > 1e-6:
                 return f"summary.json and metrics.jsonl do not agree on the final {split} {self.measure.summary}"
-        if not all(isinstance(self.data.get(key, {}), dict) for key in ("edges", "tokens")):
+        kinds = {"edges": dict, "tokens": dict, "tokenizer": str, "tokenizer_hash": str}
+        if not all(isinstance(self.data.get(key, kind()), kind) for key, kind in kinds.items()):
             return "summary.json: data is damaged"
         return ""
 

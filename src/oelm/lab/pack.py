@@ -59,7 +59,7 @@ def _kept(folder: RunFolder) -> Iterator[tuple[Path, bytes]]:
     for path in folder.records():
         content = path.read_bytes()
         if path == folder.environment:
-            known = [part for part in folder.read_environment() if isinstance(part, dict)]
+            known = folder.read_environment()
             parts = [{**{k: part[k] for k in part if k not in WHO}, "host_id": host_id(part)} for part in known]
             content = json.dumps({"data": folder.read_data(), "parts": parts}, indent=2).encode()
         yield path, content

@@ -16,6 +16,8 @@ from oelm.lab.score import ACCURACY, PERPLEXITY, score_of
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
 
+ENDED = ("finished", "stopped", "failed")
+"""How a run can say that it ended; one that says nothing, or something else, died."""
 RECENT = 50
 """Steps that the time left is judged by."""
 
@@ -84,7 +86,7 @@ class RunWatcher:
         self._read_metrics()
         summary = self.folder.read_summary() or {}
         alive = self.folder.alive()
-        state = "running" if alive else summary.get("state", "died")
+        state = "running" if alive else next((end for end in ENDED if end == summary.get("state")), "died")
         last = self._last_part()
         score = score_of(config)
         last_score = score.shown(self.val[max(self.val)]) if self.val else 0.0
@@ -94,7 +96,7 @@ class RunWatcher:
         return RunStatus(
             id=self.id,
             arm=config.arm,
-            state=str(state),
+            state=state,
             step=self.train.get("step", 0),
             max_steps=config.max_steps,
             started=started,

@@ -47,7 +47,7 @@ def _outcome(run: Run, w: Words) -> Iterator[Block]:
     yield Text(w("run_result", val=shown(run.score("val")), test=test, best=best,
                  best_step=min(run.curve, key=lambda step: run.curve[step])))  # fmt: skip
     device = (run.environment or [{}])[-1].get("device_name", "?")
-    yield Text(w("run_time", started=when(summary["started"]), seconds=spoken(summary["wall_seconds"]),
+    yield Text(w("run_time", started=when(summary.get("started")), seconds=spoken(summary["wall_seconds"]),
                  ms=1000 * summary["median_step_seconds"], memory=summary["peak_memory_bytes"] / 2**20,
                  device=device))  # fmt: skip
 

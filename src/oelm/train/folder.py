@@ -83,11 +83,12 @@ class RunFolder:
     def read_environment(self) -> list[dict[str, Any]]:
         """The machines of the run's parts so far."""
         parts = (_read_json(self.environment) or {}).get("parts")
-        return parts if isinstance(parts, list) else []
+        return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
 
     def read_data(self) -> dict[str, Any]:
         """Hashes of the data and tokenizer of the run."""
-        return (_read_json(self.environment) or {}).get("data") or {}
+        data = (_read_json(self.environment) or {}).get("data")
+        return data if isinstance(data, dict) else {}
 
     def read_sample(self) -> tuple[list[int], list[int]] | None:
         """Prompt and continuation, as token ids."""
