@@ -203,6 +203,42 @@ def test_an_arm_with_additions_that_no_trained_arm_has_cannot_pass(tmp_path):
     assert "extras" not in {threat.kind for threat in verdict.threats}
 
 
+def test_a_trained_arm_with_more_than_was_added_does_not_make_the_comparison_fair(tmp_path):
+    """The only trained arm with the shift also has rotary positions: nothing can tell what either of them gave."""
+    make_arm(tmp_path, "baseline", BASE)
+    for seed, loss in shifted(-0.2).items():
+        make_run(tmp_path, f"shifted{seed}", "oelm_v2", seed, test=loss, label="shifted", key_shift=1.0)
+        more = dict(label="more", key_shift=1.0, rope="half")
+        make_run(tmp_path, f"more{seed}", "baseline", seed, test=loss - 0.3, **more)
+    found = judge(tmp_path)
+    assert found.arms == {"shifted": "INCONCLUSIVE"}
+    assert [t.facts["arms"] for t in found.threats if t.kind == "extras"] == ["shifted: key_shift"]
+
+
+@pytest.mark.parametrize(("state", "reason"), [("stopped", ""), ("failed", "the gradient norm is nan")])
+def test_where_no_baseline_came_to_an_end_nothing_has_passed(tmp_path, state, reason):
+    for arm in ("baseline", "oelm_v2"):
+        make_arm(tmp_path / "one", arm, BASE)
+    make_arm(tmp_path / "two", "oelm_v2", BASE, dataset="openwebtext")
+    for seed in BASE:
+        options = dict(state=state, reason=reason, dataset="openwebtext")
+        make_run(tmp_path / "two", f"baseline{seed}", "baseline", seed, test=None, **options)
+    found = judge(tmp_path)
+    assert found.arms == {"oelm_v2": "INCONCLUSIVE"}
+    assert [t.facts["arms"] for t in found.threats if t.kind == "no_baseline"] == ["oelm_v2"]
+
+
+def test_no_arm_fails_beside_a_baseline_that_diverged_and_no_seeds_are_promised_where_a_verdict_is_barred(tmp_path):
+    make_arm(tmp_path, "baseline", {seed: BASE[seed] for seed in (1, 2, 3)})
+    for seed in (4, 5):
+        diverged(tmp_path, f"baseline_lost{seed}", "baseline", seed)
+    make_arm(tmp_path, "oelm_v2", shifted(0.2))
+    make_arm(tmp_path, "oelm_random", shifted(0.1, (0.1, 0.0, -0.1)))
+    found = judge(tmp_path).settings[0].judgements
+    assert [found[arm].fair.verdict for arm in ("oelm_v2", "oelm_random")] == ["INCONCLUSIVE"] * 2
+    assert [found[arm].fair.seeds_needed for arm in ("oelm_v2", "oelm_random")] == [None] * 2
+
+
 def test_survivors_of_a_divergence_cannot_pass(tmp_path):
     make_arm(tmp_path, "baseline", {**BASE, 4: 2.0})
     make_arm(tmp_path, "oelm_v2", shifted(0.0))

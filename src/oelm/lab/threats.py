@@ -32,11 +32,11 @@ def find_threats(study: Study) -> list[Threat]:
     judged = [s for s in study.settings if study.baseline in s.judged]
     found = [threat for setting in judged for threat in _of_setting(setting, study)]
     for setting in study.settings:
-        if setting in judged or not setting.judged:
+        arms = ", ".join(name for name, arm in setting.arms.items() if arm.finished())
+        if setting in judged or not arms:
             continue
         others = [s for s in judged if s.values["dataset"] == setting.values["dataset"]]
-        arms = ", ".join(setting.judged)
-        if others:
+        if others and study.baseline not in setting.arms:
             what = ", ".join(differences(setting, others[:1]))
             found.append(Threat("unpaired", {"arms": arms, "setting": setting.name, "what": what}))
         else:

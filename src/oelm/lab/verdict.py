@@ -88,19 +88,28 @@ class Verdict:
 
 
 def reach_verdict(study: Study) -> Verdict:
-    """Judge every setting that has its baseline; the rest is named among the threats."""
+    """Judge every setting that has its baseline; the rest is named among the threats.
+
+    Where the baseline was run and did not come to an end, the arms that did are undecided.
+    """
     settings = [_judge_setting(s, study) for s in study.settings if study.baseline in s.judged and len(s.judged) > 1]
     names = dict.fromkeys(name for s in settings for name in deciding(s.setting, study.baseline))
-    arms = {name: _across([_standing(name, setting) for setting in settings]) for name in names}
-    threats = [*find_threats(study), *_unmatched_extras(settings), *_impossible_times(settings)]
+    waiting = [s for s in study.settings if study.baseline in s.arms and study.baseline not in s.judged]
+    undecided = {name for s in waiting for name, arm in s.arms.items() if arm.finished()}
+    arms = {
+        name: _across([*(_standing(name, setting) for setting in settings), *[INCONCLUSIVE] * (name in undecided)])
+        for name in names
+    }
+    threats = [*find_threats(study), *_unmatched_extras(settings, study.baseline), *_impossible_times(settings)]
     return Verdict(study, settings, arms, threats)
 
 
-def _unmatched_extras(settings: list[SettingVerdict]) -> Iterator[Threat]:
+def _unmatched_extras(settings: list[SettingVerdict], baseline: str) -> Iterator[Threat]:
     """Frozen arms with additions that no trained arm has: then there is no fair baseline."""
     for s in settings:
         arms = [s.setting.arms[name] for name in s.judgements]
-        found = {arm.name: _needed(arm) for arm in arms if not arm.trained and not _is_matched(arm, s.setting)}
+        unmatched = [arm for arm in arms if not arm.trained and not _is_matched(arm, s.setting, baseline)]
+        found = {arm.name: _needed(arm) for arm in unmatched}
         if found:
             shown = "; ".join(f"{name}: {', '.join(extras)}" for name, extras in found.items())
             yield Threat("extras", {"setting": s.setting.name, "arms": shown})
@@ -142,13 +151,17 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     plain = _judged({a: paired_gap(a.scores, baseline.scores, bar) for a in others}, bar)
     fair = _judged({a: paired_gap(a.scores, against[a.name].scores, bar) for a in others}, bar)
     for arm in others:
-        unmatched = not arm.trained and not _is_matched(arm, setting)
-        if unmatched or has_learnt_nothing(against[arm.name]):
-            fair[arm.name] = _without_pass(fair[arm.name])
-        if has_learnt_nothing(baseline):
-            plain[arm.name] = _without_pass(plain[arm.name])
+        unmatched = not arm.trained and not _is_matched(arm, setting, study.baseline)
+        if unmatched or arm.lost or has_learnt_nothing(against[arm.name]):
+            fair[arm.name] = _without(PASS, fair[arm.name], bar)
+        if arm.lost or has_learnt_nothing(baseline):
+            plain[arm.name] = _without(PASS, plain[arm.name], bar)
+        if against[arm.name].lost:
+            fair[arm.name] = _without(FAIL, fair[arm.name], bar)
+        if baseline.lost:
+            plain[arm.name] = _without(FAIL, plain[arm.name], bar)
     if too_few_examples(setting, study):
-        plain, fair = ({n: replace(g, verdict=INCONCLUSIVE) for n, g in gaps.items()} for gaps in (plain, fair))
+        plain, fair = ({name: _undecided(gap) for name, gap in gaps.items()} for gaps in (plain, fair))
     judgements = {
         arm.name: Judgement(
             plain[arm.name], fair[arm.name], against[arm.name].name, _evaluation_noise(arm, baseline),
@@ -163,33 +176,39 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     return SettingVerdict(setting, judgements, steps)
 
 
-def _without_pass(gap: Gap) -> Gap:
-    return replace(gap, verdict=INCONCLUSIVE) if gap.verdict == PASS else gap
+def _without(verdict: str, gap: Gap, bar: float) -> Gap:
+    """Where a verdict is barred: undecided instead, and no number of seeds is promised on the way to it."""
+    return _undecided(gap) if (gap.mean < bar) == (verdict == PASS) else gap
+
+
+def _undecided(gap: Gap) -> Gap:
+    return replace(gap, verdict=INCONCLUSIVE, seeds_needed=None)
 
 
 def _judged(gaps: dict[Arm, Gap], bar: float) -> dict[str, Gap]:
-    """Verdicts, frozen and trained arms apart; an arm that lost a seed to divergence cannot pass on the others."""
+    """Verdicts, frozen and trained arms apart."""
     frozen, trained = ({arm.name: gap for arm, gap in gaps.items() if arm.trained == side} for side in (False, True))
     judged = {**judge(frozen, bar), **judge(trained, bar)}
-    for arm in gaps:
-        if arm.lost and judged[arm.name].verdict == PASS:
-            judged[arm.name] = replace(judged[arm.name], verdict=INCONCLUSIVE)
     return {arm.name: judged[arm.name] for arm in gaps}
 
 
 def fair_baseline(arm: Arm, setting: Setting, baseline: str) -> Arm:
-    """The best on validation of the trained arms that share the arm's choices other than freezing.
+    """The best of the candidates on validation, on the seeds that all of them have."""
+    candidates = _fair_candidates(arm, setting, baseline)
+    seeds = set.intersection(*(set(other.scores) for other in (arm, *candidates)))
+    return min(candidates, key=lambda other: sum(other.runs[seed].score("val") for seed in seeds))
 
-    They are compared on the seeds that all of them have; one without a seed in common is left out.
-    """
-    seeds = arm.scores.keys() & setting.judged[baseline].scores.keys()
-    shared = [setting.judged[baseline]]
+
+def _fair_candidates(arm: Arm, setting: Setting, baseline: str) -> list[Arm]:
+    """The baseline, and the trained arms with the arm's choices other than freezing, and a seed in common with all."""
+    found = [setting.judged[baseline]]
+    seeds = arm.scores.keys() & found[0].scores.keys()
     for other in setting.judged.values():
-        alike = other.trained and _shares_choices(other.config, arm.config, setting.arms[baseline].config)
+        alike = other.trained and _shares_choices(other.config, arm.config, found[0].config)
         if alike and other.name not in (arm.name, baseline) and other.scores.keys() & seeds:
-            shared.append(other)
+            found.append(other)
             seeds &= other.scores.keys()
-    return min(shared, key=lambda other: sum(other.runs[seed].score("val") for seed in seeds))
+    return found
 
 
 def _shares_choices(trained: RunConfig, arm: RunConfig, baseline: RunConfig) -> bool:
@@ -203,10 +222,10 @@ def _needed(arm: Arm) -> dict[str, Any]:
     return {key: value for key, value in arm.config.extras.items() if key not in ABSORBED}
 
 
-def _is_matched(arm: Arm, setting: Setting) -> bool:
-    return any(
-        other.trained and _needed(arm).items() <= other.config.extras.items() for other in setting.judged.values()
-    )
+def _is_matched(arm: Arm, setting: Setting, baseline: str) -> bool:
+    """Some trained arm that it is fair to compare it with has what was added to it."""
+    candidates = _fair_candidates(arm, setting, baseline)
+    return any(other.trained and _needed(arm).items() <= other.config.extras.items() for other in candidates)
 
 
 def _pairs(arm: Arm, baseline: Arm) -> list[tuple[Run, Run]]:
