@@ -53,6 +53,17 @@ def test_another_arm_over_a_written_config_is_that_arm_whole(tmp_path):
     config = resolve({"model_type": "oelm_v2"}, file)
     assert (config.frames, config.freeze, config.max_lr) == ("orthogonal", "qk", 0.1)
     assert resolve({"preset": "medium-512"}, file).d_model == 512
+    assert resolve({"model_type": "oelm_v2"}, {**file, "label": "plain"}).label == ""
+
+
+def test_a_flag_on_how_long_a_run_is_wins_over_a_file_that_says_it_the_other_way():
+    epochs = {"preset": "tiny", "num_epochs": 3.0, "max_steps": 77}  # as a run writes it
+    lengths = [
+        resolve({"max_steps": 5}, epochs), resolve({"num_epochs": 2.0}, epochs), resolve({}, epochs),
+        resolve({"num_epochs": 2.0}, {"max_steps": 9}), resolve({}, {"max_steps": 9}),
+    ]  # fmt: skip
+    assert [(c.num_epochs, c.max_steps) for c in lengths[:4]] == [(0, 5), (2, 77), (3, 77), (2, 9)]
+    assert (lengths[4].num_epochs, lengths[4].max_steps) == (0, 9)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +89,10 @@ def test_another_arm_over_a_written_config_is_that_arm_whole(tmp_path):
         ({"lr_scale": "qk"}, ["lr_scale qk", "PATTERN=FACTOR"]),
         ({"sliced_keys": "next"}, ["sliced_keys next", "not sliced"]),
         ({"key_shift": "0.001"}, ["key_shift 0.001", "64 channels"]),
+        ({"max_steps": 3, "num_epochs": 0.1}, ["--max_steps and --num_epochs", "one of them"]),
+        ({"arch": "bert-base", "d_model": "abc"}, ["d_model 'abc'"]),
+        ({"arch": "bert-base", "d_model": [1]}, ["d_model [1]"]),
+        ({"arch": "package:__main__"}, ["no such package"]),
     ],
 )
 def test_a_bad_value_is_named_in_one_line(flags, words):

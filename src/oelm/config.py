@@ -337,7 +337,7 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
     if arm not in ARMS:
         raise UserError(f"unknown arm {arm} (--model_type): {nearest(arm, ARMS)}")
     if file.get("model_type", arm) != arm:
-        file = {key: value for key, value in file.items() if key not in ARM_KEYS}
+        file = {key: value for key, value in file.items() if key not in (*ARM_KEYS, "label")}
     if file.get("preset", preset) != preset:
         file = {key: value for key, value in file.items() if key not in PRESET_KEYS}
     # A run's own config says the shape itself: the encoder that it began with may have gone.
@@ -347,14 +347,17 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
         raise UserError(f"the arm {arm} is for pretrained encoders: name one with --arch")
     found = {**PRESETS[preset], **shape, **settings, **file, **flags, "preset": preset}
     given = {*file, *flags}
-    if "max_steps" in given and "num_epochs" not in given:
-        found["num_epochs"] = 0.0
+    for source in (file, flags):
+        if "max_steps" in source and "num_epochs" not in source:
+            found["num_epochs"] = flags.get("num_epochs", 0.0)
+    if "max_steps" in flags and flags.get("num_epochs"):
+        raise UserError("--max_steps and --num_epochs both say how long the run is: give one of them")
     if shape and "seq_len" not in given:
         found["seq_len"] = min(found["seq_len"], encoders.longest(arch))
-    other = next((key for key in shape if key != "vocab_size" and int(found[key]) != shape[key]), None)
+    config = build(found)
+    other = next((key for key in shape if key != "vocab_size" and getattr(config, key) != shape[key]), None)
     if other:
         raise UserError(f"{other} {found[other]}: arch {arch} has {shape[other]}")
-    config = build(found)
     if shape and config.seq_len > encoders.longest(arch):
         raise UserError(f"seq_len {config.seq_len}: {arch} has positions for {encoders.longest(arch)}")
     return config

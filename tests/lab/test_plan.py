@@ -110,6 +110,22 @@ def test_the_copy_beside_the_runs_is_the_plan_that_ran(tmp_path):
         load(tmp_path, own, freeze="none")
 
 
+def test_the_last_word_on_how_long_a_run_is_counts(tmp_path):
+    text = GOOD.replace("[matrix]", "num_epochs = 3.0\n[matrix]").replace(
+        'id = "GPT-01"', 'id = "GPT-01"\nmax_steps = 9'
+    )
+    plan = load(tmp_path, text)
+    assert [(r.config.num_epochs, r.config.max_steps) for r in plan.runs if r.id == "GPT-01"] == [(0, 9)]
+    assert {r.config.num_epochs for r in plan.runs if r.id != "GPT-01"} == {3}
+    short = load(tmp_path, text, max_steps="30")
+    assert {(r.config.num_epochs, r.config.max_steps) for r in short.runs} == {(0, 30)}
+    short.leave_copy()
+    again = load_plan(tmp_path / "out/plan.plan.toml", tmp_path / "out")
+    assert [run.config for run in again.runs] == [run.config for run in short.runs]
+    with pytest.raises(UserError, match="max_steps and num_epochs both"):
+        load(tmp_path, text.replace("num_epochs", "max_steps = 5\nnum_epochs"))
+
+
 def test_a_seed_of_zero_is_a_seed(tmp_path):
     assert load(tmp_path, GOOD.replace("seed = [1, 2]", "seed = [0]")).runs[0].id == "baseline_lr0.001_seed0"
 

@@ -46,6 +46,8 @@ from oelm.train.folder import RunFolder
 MAX_RUNS = 10_000
 LEAST_CRITERION, MOST_CRITERION = 0.5, 2.0
 COPY = ".plan.toml"
+RIVALS = {"max_steps": "num_epochs", "num_epochs": "max_steps"}
+"""Two ways to say one thing: whichever is said last, or nearer to the run, counts."""
 TABLES = ("out", "defaults", "arms", "matrix", "select", "run", "verdict")
 
 
@@ -147,11 +149,16 @@ class _Reader:
         for key, value in overrides.items():
             if key not in RunConfig.model_fields:
                 raise UserError(f"--set {key}={value}: unknown setting; {nearest(key, RunConfig.model_fields)}")
-            if any(isinstance(matrix.get(key), list) for matrix in self.matrices):
-                raise UserError(f"--set {key}={value}: the plan's [matrix] multiplies {key}; change it there")
+            for name in (key, RIVALS.get(key, key)):
+                if any(isinstance(matrix.get(name), list) for matrix in self.matrices):
+                    raise UserError(f"--set {key}={value}: the plan's [matrix] multiplies {name}; change it there")
             for arm in (name for name, own in self.arms.items() if key in own):
                 raise UserError(f"--set {key}={value}: the plan's [arms.{arm}] decides {key}; change it there")
-        self.matrices = [{key: overrides.get(key, value) for key, value in m.items()} for m in self.matrices]
+        kept = [_over(matrix, overrides).keys() & matrix.keys() for matrix in self.matrices]
+        self.matrices = [
+            {key: overrides.get(key, value) for key, value in matrix.items() if key in keys}
+            for matrix, keys in zip(self.matrices, kept, strict=True)
+        ]
 
     def read(self) -> Plan:
         fixed, choices = [], []
@@ -209,8 +216,9 @@ class _Reader:
         if "matrix" in kept:
             kept["matrix"] = self.matrices if isinstance(kept["matrix"], list) else self.matrices[0]
         if "run" in kept:
-            kept["run"] = [{k: v for k, v in run.items() if k not in self.overrides} for run in self._list("run")]
-        return {**kept, "defaults": {**self.defaults, **self.overrides}}
+            left = [_over(run, self.overrides) for run in self._list("run")]
+            kept["run"] = [{k: v for k, v in run.items() if k not in self.overrides} for run in left]
+        return {**kept, "defaults": _over(self.defaults, self.overrides)}
 
     def _table(self, name: str) -> dict[str, Any]:
         table = self.content.get(name, {})
@@ -241,7 +249,7 @@ class _Reader:
         return {"model_type": "baseline", **settings, "label": name}
 
     def _run(self, entry: dict[str, Any]) -> PlannedRun:
-        settings = {**self.defaults, **entry}
+        settings = _over(self.defaults, entry)
         arm = settings.get("model_type", "")
         if not isinstance(arm, str):
             self.refuse(f"arm {arm!r} must be the name of one arm", "arm" if self._says_arm() else "model_type")
@@ -253,7 +261,11 @@ class _Reader:
             self.refuse(f"a [[run]] needs an id of letters, digits, - and _, not {name!r}", "id" if name else "[run]")
         if not isinstance(processes, int) or not 1 <= processes <= 1024:
             self.refuse(f"gpus_per_run {processes!r} must be a number from 1 to 1024", "gpus_per_run")
-        settings |= self.overrides
+        settings = _over(settings, self.overrides)
+        if settings.get("num_epochs") and "max_steps" in settings:
+            self.refuse(
+                f"run {name}: max_steps and num_epochs both say how long it is: give one", "max_steps", run=name
+            )
         if ":" in str(settings.get("dataset", "")):
             self.refuse(
                 f"dataset {settings['dataset']}: prepare the file (oelm prepare NAME --train FILE), then say NAME"
@@ -333,6 +345,12 @@ class _Reader:
         if criterion is not None and not (number and LEAST_CRITERION < criterion < MOST_CRITERION):
             self.refuse(f"criterion {criterion!r} in [verdict] must be a ratio such as 1.05", "criterion")
         return table
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """The settings of both, where `above` wins, also over the rivals of what it says."""
+    beaten = {RIVALS[key] for key in above if key in RIVALS} - above.keys()
+    return {**{key: value for key, value in below.items() if key not in beaten}, **above}
 
 
 def load_plan(path: Path, out: Path | None = None, overrides: dict[str, Any] | None = None) -> Plan:
