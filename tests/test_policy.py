@@ -82,6 +82,8 @@ def test_a_polar_factor_is_taken_at_the_moment_of_freezing_only():
     assert [step for step in range(100) if found.polar(name, step)] == [30]
     assert found.polar(name, 30) == "polar-scale"
     assert found.polar("blocks.0.attention.q.weight", 30) == ""
+    resting = policy("qk:every8; qk:from0.3+polar")  # at step 29 it only waits for its turn
+    assert [step for step in range(100) if resting.polar(name, step)] == [30]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,7 @@ def test_a_polar_factor_is_taken_at_the_moment_of_freezing_only():
         ("qk:until0.001", "in 100 steps until never changes anything"),
         ("qk:from0.001+polar", "never changes anything"),
         ("qk:every101", "never changes anything"),
+        ("qk@0:topdown0.001-0.5", "never changes anything"),
         ("qk:later", "take until0.5"),
         ("qk:until1.5", "between 0 and 1"),
         ("qk:until0", "between 0 and 1"),

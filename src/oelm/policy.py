@@ -16,8 +16,10 @@ What: q, k, qk, v, o, ffn, embeddings, or a pattern of parameter names (* stands
 """
 # No torch here: a policy is checked with the config.
 
+import itertools
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -117,8 +119,7 @@ class Policy:
 
     def resting(self, names: Iterable[str], step: int) -> list[str]:
         """Those that are left alone only because their turn comes every few steps: they keep their Adam moments."""
-        others = [clause for clause in self.clauses if clause.when.kind != "every"]
-        return [n for n in self.frozen(names, step) if not any(self._holds(clause, n, step) for clause in others)]
+        return [name for name in self.frozen(names, step) if not self.out_of_training(name, step)]
 
     def always(self, names: Iterable[str]) -> list[str]:
         """Frozen for the whole run."""
@@ -128,7 +129,7 @@ class Policy:
     def polar(self, name: str, step: int) -> str:
         """What becomes of a parameter that freezes before update `step`: "", polar or polar-scale."""
         found = [c.when.then for c in self.clauses if c.when.then and self._holds(c, name, step)]
-        return found[0] if found and step and not self._frozen_at(name, step - 1) else ""
+        return found[0] if found and step and not self.out_of_training(name, step - 1) else ""
 
     def phases(self) -> list[int]:
         """First steps of the phases of the run; within one, what is frozen stays the same (but for `every`)."""
@@ -137,6 +138,12 @@ class Policy:
             count = len(clause.layers) if clause.layers is not None else self.num_layers
             starts |= {step for step in clause.when.changes(self.steps, count) if 0 < step < self.steps}
         return sorted(starts)
+
+    def kinds_of_step(self) -> Iterator[int]:
+        """Steps among which every combination of what is frozen occurs: each phase, as far as `every` repeats itself."""
+        window = math.lcm(*(clause.when.period for clause in self.clauses))
+        for start, end in itertools.pairwise([*self.phases(), self.steps]):
+            yield from range(start, min(end, start + window))
 
     @cached_property
     def constant(self) -> bool:
@@ -151,8 +158,9 @@ class Policy:
     def _holds(self, clause: Clause, name: str, step: int) -> bool:
         return clause.matches(name) and clause.holds(name, step, self.steps, self.num_layers)
 
-    def _frozen_at(self, name: str, step: int) -> bool:
-        return any(self._holds(clause, name, step) for clause in self.clauses)
+    def out_of_training(self, name: str, step: int) -> bool:
+        """Frozen, and not just resting until its turn comes."""
+        return any(self._holds(clause, name, step) for clause in self.clauses if clause.when.kind != "every")
 
 
 @cache
@@ -160,7 +168,8 @@ def parse(text: str, num_layers: int, steps: int) -> Policy:
     """The policy that `text` describes; ValueError says what is wrong with it."""
     clauses = [] if text.strip() in ("", "none") else [_clause(part.strip(), num_layers) for part in text.split(";")]
     for clause in clauses:
-        if clause.when.kind != "always" and not clause.when.changes_within(steps, num_layers):
+        layers = len(clause.layers) if clause.layers is not None else num_layers
+        if clause.when.kind != "always" and not clause.when.changes_within(steps, layers):
             raise ValueError(
                 f"in {steps:,} steps {clause.when.kind} never changes anything: the share is too small or large"
             )

@@ -38,6 +38,26 @@ def test_flops_of_medium_512():
     assert saved == 2 * 3_145_728
 
 
+@pytest.mark.parametrize("settings", [{"model_type": "oelm_shared"}, {"model_type": "oelm_v2", "tie_qk": True}])
+def test_a_matrix_used_more_than_once_saves_its_gradient_each_time(settings):
+    assert cost.flops(resolve(settings)).step == cost.flops(resolve({"model_type": "oelm_v2"})).step
+
+
+@pytest.mark.parametrize(
+    ("policy", "checkpoint", "once"),
+    [
+        ("qk", 3 * (44_896_768 - 3_145_728), 3_145_728),
+        ("qk:until0.5", 3 * 44_896_768, 0),  # the larger ones, behind the thaw
+        ("qk:from0.5", 3 * 44_896_768, 0),
+        ("qk:every8", 3 * 44_896_768, 0),  # what rests keeps its moments
+        ("q; k:until0.5", 3 * (44_896_768 - 1_572_864), 1_572_864),
+    ],
+)
+def test_checkpoints_hold_what_is_ever_trained(policy, checkpoint, once):
+    sizes = cost.checkpoint_bytes(resolve({"model_type": "baseline", "freeze": policy}))
+    assert sizes == {"checkpoint": 4 * checkpoint, "frozen_once": 4 * once}
+
+
 def test_bounds_on_what_freezing_can_save():
     bounds = cost.freezing_bounds(resolve({"model_type": "oelm_v2"}))
     assert bounds["no_qk_weight_gradient"] == pytest.approx(1.022, abs=5e-4)

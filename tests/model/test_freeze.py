@@ -41,7 +41,10 @@ def test_a_pattern_that_matches_nothing_is_refused(settings):
         freeze.policy_of(build_model(config), config)
 
 
-@pytest.mark.parametrize("freeze_all", ["*", "*:until0.5", "*:from0.5", "*:every2"])
+LATE = "blocks.*:every3; tokens.weight:from0.5; positions.weight:from0.5; final_norm.*:from0.5"
+
+
+@pytest.mark.parametrize("freeze_all", ["*", "*:until0.5", "*:from0.5", "*:every2", LATE])
 def test_a_policy_that_leaves_nothing_to_train_is_refused(freeze_all):
     config = resolve({"preset": "tiny", "freeze": freeze_all})
     with pytest.raises(UserError, match="nothing would be trained"):

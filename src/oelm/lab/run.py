@@ -208,7 +208,7 @@ def _estimate_shape(config: RunConfig) -> Estimate:
     flops += float(per_token.forward) * evaluated
     kept = config.keep_saves or config.max_steps // config.save_interval
     sizes = cost.checkpoint_bytes(config)
-    disk = (kept + 3) * sizes["checkpoint"] + sizes["frozen_once"]
+    disk = (kept + 4) * sizes["checkpoint"] + sizes["frozen_once"]
     totals = (sum(part.total for part in table), sum(part.trainable for part in table))
     return Estimate(config.max_steps if known else 0, *totals, flops if known else 0.0, 0.0, disk)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,10 @@ class Flops:
         return self.forward + self.backward
 
 
-def parts(config: RunConfig, step: int = 0) -> list[Part]:
-    """Parameters by part, counted on the real model (without allocating it), and what is frozen at update `step`."""
+def parts(config: RunConfig) -> list[Part]:
+    """Parameters by part, counted on the real model (without allocating it), and what is frozen for the whole run."""
     model = skeleton(config)
-    frozen = set(freeze.frozen_names(model, config, step))
+    frozen = set(freeze.policy_of(model, config).always(name for name, _ in model.named_parameters()))
     table: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         row = table.setdefault(_part_of(name), [0, 0])
@@ -73,13 +74,15 @@ def flops(config: RunConfig, causal: bool = False) -> Flops:
 
 
 def _weights_at_rest(config: RunConfig) -> int:
-    """Entries of matrices that need no gradient, on average over the run."""
+    """Entries of matrices that need no gradient, on average over the run; as often as the matrix is used."""
     policy = config.policy
     if not policy.clauses:
         return 0
+    model = skeleton(config)
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     sizes = {
-        name: p.numel()
-        for name, p in skeleton(config).named_parameters()
+        name: p.numel() * uses[id(p)]
+        for name, p in model.named_parameters()
         if p.ndim == 2 and not ("position" in name or "embeddings" in name)
     }
     window = math.lcm(*(clause.when.period for clause in policy.clauses))
@@ -113,13 +116,18 @@ def freezing_bounds(config: RunConfig) -> dict[str, float]:
 
 
 def checkpoint_bytes(config: RunConfig) -> dict[str, int]:
-    """Tensor bytes of a full checkpoint (weights and both Adam moments) and of the frozen file, written once."""
-    table = parts(config)
-    trainable = sum(part.trainable for part in table)
-    return {
-        "checkpoint": 3 * trainable * FLOAT_BYTES,
-        "frozen_once": sum(part.frozen for part in table) * FLOAT_BYTES,
-    }
+    """Tensor bytes of the run's largest checkpoint (weights and both Adam moments) and of the frozen file, written once.
+
+    What is frozen for a while is in every checkpoint; its moments are in those of the time when it is trained.
+    """
+    sizes, policy = {name: p.numel() for name, p in skeleton(config).named_parameters()}, config.policy
+    stays = set(policy.always(sizes))
+    moments = max(
+        sum(size for name, size in sizes.items() if not policy.out_of_training(name, step)) for step in policy.phases()
+    )
+    weights = sum(size for name, size in sizes.items() if name not in stays)
+    once = sum(sizes.values()) - weights
+    return {"checkpoint": (weights + 2 * moments) * FLOAT_BYTES, "frozen_once": once * FLOAT_BYTES}
 
 
 def activation_bytes(config: RunConfig) -> int:

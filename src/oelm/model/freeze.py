@@ -24,7 +24,7 @@ def policy_of(model: nn.Module, config: RunConfig) -> Policy:
                 f"{setting} {text}: {patterns[0]} matches no parameter of the model; their names are like "
                 "blocks.0.attention.q.weight, blocks.3.ffn.up.bias, tokens.weight"
             )
-    for step in (0, 1, *config.policy.phases()):  # the second shows what "every" leaves to rest
+    for step in config.policy.kinds_of_step():
         if len(config.policy.frozen(names, step)) == len(names):
             raise UserError(f"freeze {config.freeze}: at step {step:,} nothing would be trained")
     return config.policy
@@ -50,7 +50,7 @@ def orthogonalise(model: nn.Module, config: RunConfig, step: int) -> list[str]:
     for name, parameter in model.named_parameters():
         kind = config.policy.polar(name, step)
         if kind and parameter.ndim == 2:  # a bias freezes as it is
-            heads = parameter.double().view(config.num_heads, config.d_head, config.d_model)
+            heads = parameter.cpu().double().view(config.num_heads, config.d_head, config.d_model)
             factor = polar_rows(heads)
             if kind == "polar-scale":
                 factor *= heads.norm(dim=(1, 2), keepdim=True) / config.d_head**0.5

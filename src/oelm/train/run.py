@@ -164,7 +164,7 @@ def _opening(config: RunConfig, epochs: float, device: str) -> list[str]:
         if not config.labels
         else f"examples per step: {config.windows_per_step}, of at most {config.seq_len} tokens; "
         f"{config.max_steps:,} steps = {epochs:.2f} epochs",
-        f"disk: {size / 2**20:,.1f} MiB a checkpoint, at most {(kept + 3) * size / 2**20:,.1f} MiB in all",
+        f"disk: {size / 2**20:,.1f} MiB a checkpoint, at most {(kept + 4) * size / 2**20:,.1f} MiB in all",
     ]
     if epochs > 1 and not config.labels:
         lines.append(
