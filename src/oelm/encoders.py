@@ -45,7 +45,7 @@ def folder_of(arch: str) -> Path | None:
 
 
 def _in_package(name: str) -> Path:
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    spec = importlib.util.find_spec(name) if name.isidentifier() and name != "__main__" else None
     places = spec.submodule_search_locations if spec else None
     if not places:
         raise UserError(f"arch package:{name}: no such package is installed (pip install {name.replace('_', '-')})")

@@ -106,6 +106,30 @@ def test_damaged_metrics_are_made_again_from_an_earlier_checkpoint(interrupted, 
     assert fingerprint(folder) == fingerprint(RunFolder(tmp_path / "whole"))
 
 
+def test_where_every_checkpoint_is_damaged_nothing_is_trained_anew(interrupted, oelm):
+    folder = interrupted()
+    before = folder.metrics.read_bytes()
+    for path in folder.path.glob("step-*"):
+        (path / "model.safetensors").write_bytes(b"junk")
+    result = oelm("train", "--resume", folder.path)
+    assert (result.code, "every checkpoint" in result.err) == (2, True)
+    assert folder.metrics.read_bytes() == before
+
+
+def test_a_damaged_checkpoint_does_not_count_among_the_newest(interrupted, oelm, monkeypatch):
+    """It goes on from step 5, and dies at 11 again: steps 10 and 5 are there, and what was damaged is not in the way."""
+    folder = interrupted()
+    (folder.step_folder(10) / "model.safetensors").write_bytes(b"junk")
+    seen = []
+    prune = checkpoint.prune
+    monkeypatch.setattr(checkpoint, "prune", lambda folder, *a: (seen.append(folder.last_step()), prune(folder, *a)))
+    assert oelm("train", "--resume", folder.path).code == 0
+    assert seen == [10, 12]
+    assert sorted(p.name for p in folder.path.glob("*step-*")) == [
+        "aside-step-00000010", "step-00000010", "step-00000012",
+    ]  # fmt: skip
+
+
 def test_an_edited_config_is_refused(interrupted, oelm):
     folder = interrupted()
     folder.config_file.write_text(folder.config_file.read_text().replace("max_lr = 0.004", "max_lr = 0.005"))

@@ -69,8 +69,11 @@ def test_moments_that_are_there_before_the_first_step_are_those_that_adamw_makes
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
 
 
-def test_matrices_decay_and_vectors_do_not():
-    config = resolve({"preset": "tiny", "weight_decay": 0.3})
-    optimizer = build_optimizer(build_model(config), config, torch.device("cpu"))
+def test_matrices_decay_and_vectors_and_biases_do_not():
+    config = resolve({"preset": "tiny", "weight_decay": 0.3, "relative_bias": True})
+    model = build_model(config)
+    optimizer = build_optimizer(model, config, torch.device("cpu"))
+    biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
+    assert max(p.ndim for p in model.parameters() if id(p) in biases) == 2
     for group in optimizer.param_groups:
-        assert {p.ndim > 1 for p in group["params"]} == {group["weight_decay"] == 0.3}
+        assert {p.ndim > 1 and id(p) not in biases for p in group["params"]} == {group["weight_decay"] == 0.3}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from oelm.train import metrics
 from oelm.train.folder import RunFolder
 from tests.conftest import make_data
 from tests.programmes.kill_resume import fingerprint
@@ -76,6 +77,13 @@ def test_accumulation_keeps_the_step(tiny, tmp_path):
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     for name, tensor in whole.items():
         torch.testing.assert_close(tensor, parts[name], atol=2e-5, rtol=1e-3)
+
+
+def test_checkpoints_come_between_validations_too(tiny, tmp_path, oelm):
+    assert tiny("--max_steps", 6, "--val_interval", 6, "--save_interval", 2).code == 0
+    assert [p.name for p in sorted((tmp_path / "run").glob("step-*"))] == [f"step-0000000{n}" for n in (2, 4, 6)]
+    kinds = [record["kind"] for record in metrics.read(tmp_path / "run/metrics.jsonl")]
+    assert kinds.count("val") == 1
 
 
 def test_reading_ahead_changes_no_bit(tiny, tmp_path):

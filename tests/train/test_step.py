@@ -23,12 +23,23 @@ def test_mixed_precision_is_bfloat16_where_the_gpu_has_it_else_scaled_float16(
     monkeypatch, device, use_amp, has_bf16, expected
 ):
     made = {}
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
+    # by emulation every GPU has it, slowly
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16
+    )
     monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made.setdefault("scaling", enabled))
     monkeypatch.setattr(torch, "autocast", lambda kind, dtype: made.setdefault("dtype", dtype))
     autocast, _ = _precision(resolve({"use_amp": use_amp}), torch.device(device))
     autocast()
     assert (made.get("dtype"), made["scaling"]) == expected
+
+
+def test_scaling_the_loss_excuses_a_gradient_only_while_there_is_scale_to_take_away():
+    config = resolve({"preset": "tiny"})
+    update = Update(build_model(config), config, World(0, 1, torch.device("cpu")), lambda model, batch: model(*batch))
+    for scale, excused in ((65_536.0, True), (1.0, True), (0.5, False)):
+        update.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        assert update.scales is excused
 
 
 def test_dropout_seeds_differ_by_step_and_process():

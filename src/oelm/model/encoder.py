@@ -115,6 +115,7 @@ def _load(config: RunConfig) -> tuple[nn.Module, list[str]]:
             dtype=torch.float32,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # a classifier of other classes is drawn anew
+            use_safetensors=True,  # other weights are pickles
         )
     except Exception as error:  # a damaged file, or an architecture that does not classify
         raise UserError(f"arch {config.arch} cannot be loaded: {_first_line(error)}") from None

@@ -105,16 +105,19 @@ def load(path: Path) -> Checkpoint:
 
 
 def newest(folder: RunFolder, warn: Callable[[str], None], at_most: int = 10**9) -> Checkpoint | None:
-    """The newest whole checkpoint, not behind step `at_most`; damaged ones are named loudly and passed over."""
-    candidates = sorted(folder.path.glob("step-*"), key=lambda p: (p.name[:13], p.suffix != ".old"), reverse=True)
+    """The newest whole checkpoint, not behind step `at_most`; damaged ones are named loudly and passed over.
+
+    None: there is none to look at. Where all are damaged, nothing is trained anew unasked.
+    """
+    found = [path for path in folder.path.glob("step-*") if path.name[5:13].isdigit()]
+    candidates = sorted(found, key=lambda p: (p.name[:13], p.suffix != ".old"), reverse=True)
+    candidates = [path for path in candidates if int(path.name[5:13]) <= at_most]
     for path in candidates:
-        if not path.name[5:13].isdigit() or int(path.name[5:13]) > at_most:
-            continue
         try:
             return load(path)
         except ValueError as error:
             warn(f"WARNING: checkpoint {path} is damaged ({error}): falling back to the one before it")
-    if candidates and at_most == 10**9:
+    if candidates:
         raise UserError(
             f"every checkpoint in {folder.path} is damaged: restore a copy, or start again in another --out_dir"
         )
@@ -176,6 +179,15 @@ def prune(folder: RunFolder, save_interval: int, keep_saves: int) -> None:
     for step, path in steps.items():
         if step not in keep and path.resolve() != folder.best.resolve():
             _remove(path)
+
+
+def set_aside(folder: RunFolder, step: int) -> None:
+    """Rename what lies behind the step that a run goes on from: it must not count among the newest checkpoints."""
+    for path in folder.path.glob("step-*"):
+        if path.name[5:13].isdigit() and int(path.name[5:13]) > step:
+            aside = path.with_name(f"aside-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def sweep(folder: RunFolder) -> None:

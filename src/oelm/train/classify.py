@@ -63,7 +63,7 @@ class Classification:
                 index = batches[start + world.rank]
                 batch = tuple(tensor.to(world.device) for tensor in self._batch(split, index))
                 logits = class_logits(model, batch).float()
-                sums += F.cross_entropy(logits, batch[-1], reduction="sum").double().item()
+                sums += F.cross_entropy(logits, batch[-1], reduction="sum").item()
                 predicted[index] = logits.argmax(-1).cpu().numpy()
         total, *told = world.sum(float(sums[0]), *predicted.tolist())
         answers = np.array(told).round().astype(np.int64)

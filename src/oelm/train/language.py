@@ -58,7 +58,7 @@ class LanguageModelling:
                 length = seq_len if count else predicted - start
                 starts = start + seq_len * torch.arange(max(1, count)).numpy()
                 windows = torch.from_numpy(read_windows(tokens, starts, length)).to(world.device)
-                losses = model(windows[:, :-1], windows[:, 1:], reduction="none").double().cpu().numpy()
+                losses = model(windows[:, :-1], windows[:, 1:], reduction="none").cpu().double().numpy()
                 total += float(losses.sum())
                 documents.add(start + 1, losses)
         loss = world.sum(total)[0] / predicted

@@ -110,7 +110,7 @@ class Trainer:
             self._write_frozen()
         state.frozen_hash = freeze.fingerprint(self.model, self.update.stored_once)
         self._audit = FreezeAudit(self.folder.audit, self.model, state.step, writes=self.world.leads)
-        self._before = state.elapsed
+        self._before, self._saved = state.elapsed, state.step
         self.metrics = Metrics(self.folder.metrics) if self.world.leads else None
         read = ReadAhead(self.task.micro_batches, config.num_workers, config.max_steps - 1)
         try:
@@ -119,6 +119,8 @@ class Trainer:
                 while True:
                     if self._evaluation_due():
                         self._evaluate()
+                    elif state.step % config.save_interval == 0 and state.step != self._saved:
+                        self._save()
                     if state.step >= config.max_steps:
                         return state
                     self._step(read)
@@ -139,7 +141,7 @@ class Trainer:
         total, stops = world.sum(loss, float(self.stop()))
         mean = total / world.size
         if not math.isfinite(mean) or not (math.isfinite(norm) or self.update.scales):
-            self._fail(f"loss {mean:g}, gradient norm {norm:g} at step {state.step + 1}")
+            self._diverged(f"loss {mean:g}, gradient norm {norm:g} at step {state.step + 1}")
         self.update.apply(rate)
         state.step, state.evaluated = state.step + 1, False
         self._record(mean, rate, norm, time.perf_counter() - begin)
@@ -187,7 +189,7 @@ class Trainer:
                 self._leave()
             values = found.values
             if not math.isfinite(values["loss"]):
-                self._fail(f"{split} loss {values['loss']:g} at step {state.step}")
+                self._diverged(f"{split} loss {values['loss']:g} at step {state.step}")
             if self.metrics:
                 self.metrics.write(split, state.step, **values, seconds=time.perf_counter() - begin)
                 for path, rows in ((self.folder.documents, found.documents), (self.folder.answers, found.answers)):
@@ -200,8 +202,8 @@ class Trainer:
             self.reporter.say(f"{split} at step {state.step:,} | {shown}")
         state.evaluated = True
         self._save()
-        if self.stop() and state.step < self.config.max_steps:
-            raise Stopped(self.stop.number)
+        if state.step < self.config.max_steps and self.world.any(self.stop()):
+            raise Stopped(self.stop.number or signal.SIGTERM)
 
     def _save(self) -> None:
         """Checkpoint the run, frozen tensors excepted: they must still be what they were at the start."""
@@ -212,6 +214,7 @@ class Trainer:
         whole = freeze.fingerprint(self.model, self.update.stored_once) == state.frozen_hash
         if not (whole and self._audit.holds()):
             self._fail(f"frozen parameters changed by step {state.step}")
+        self._saved = state.step
         if not (self.world.leads and self.metrics):
             return
         self.metrics.flush(sync=True)
@@ -237,6 +240,7 @@ class Trainer:
             raise UserError(f"the processes see different checkpoints in {self.folder.path}: is it on a shared disk?")
         if self.world.leads:
             checkpoint.sweep(self.folder)
+            checkpoint.set_aside(self.folder, step)
             cut_to(self.folder.metrics, step, evaluated=bool(found and found.state["evaluated"]))
         if found is None:
             self.reporter.say("no checkpoint to go on from: starting from step 0")
@@ -244,10 +248,10 @@ class Trainer:
                 self._write_frozen()
             return
         before = State.from_json(found.state, found.path)
+        if before.data != json.loads(json.dumps(self.state.data)):  # first: they may decide the number of steps
+            _refuse_other_data(before.data, self.state.data)
         if before.config_hash != self.state.config_hash:
             raise UserError(f"{self.folder.config_file} was edited since {found.path.name}: put the old settings back")
-        if before.data != json.loads(json.dumps(self.state.data)):
-            _refuse_other_data(before.data, self.state.data)
         frozen = checkpoint.load_frozen(self.folder) if self.update.stored_once else {}
         checkpoint.load_weights(self.model, {**found.model, **frozen})
         self.update.stand_before(step)
@@ -280,7 +284,7 @@ class Trainer:
             begin = time.perf_counter()
             self.update.backward(batches[0], 1, sync=True).item()
             seconds = time.perf_counter() - begin
-            if seconds > 5 and not config.compile:
+            if self.world.any(seconds > 5) and not config.compile:  # all or none: a pass is a collective one
                 break
         self.update.forget()
         self.reporter.say(
@@ -293,12 +297,12 @@ class Trainer:
         self._save()
         raise Stopped(number)
 
-    def _fail(self, reason: str) -> NoReturn:
-        raise RunFailed(
-            f"{reason}: stopped before the update; the last good checkpoint is step {self.folder.last_step():,} "
-            "(a lower --max_lr or a longer --warmup_steps often helps)",
-            retry="never",
-        )
+    def _diverged(self, reason: str) -> NoReturn:
+        self._fail(f"{reason}: stopped before the update", " (a lower --max_lr or a longer --warmup_steps often helps)")
+
+    def _fail(self, reason: str, advice: str = "") -> NoReturn:
+        last = self.folder.last_step()
+        raise RunFailed(f"{reason}; the last good checkpoint is step {last:,}{advice}", retry="never")
 
 
 def _refuse_other_data(before: dict[str, Any], now: dict[str, Any]) -> NoReturn:

@@ -47,7 +47,8 @@ def build_optimizer(model: nn.Module, config: RunConfig, device: torch.device, f
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if name not in frozen:
-            groups.setdefault((parameter.ndim == 2, rate_factor(name, factors)), []).append(parameter)
+            decays = parameter.ndim == 2 and not name.endswith("bias")
+            groups.setdefault((decays, rate_factor(name, factors)), []).append(parameter)
     return AdamW(
         [
             {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, "factor": factor}

@@ -75,8 +75,9 @@ class Update:
 
     @property
     def scales(self) -> bool:
-        """The loss is scaled: a gradient that is not finite only means that this update is left out."""
-        return self.scaler.is_enabled()
+        """The loss is scaled up: a gradient that is not finite only means that this update is left out. Each time the
+        scale is halved; where there is nothing left to halve, the gradient itself is at fault."""
+        return self.scaler.is_enabled() and self.scaler.get_scale() >= 1
 
     def gradient(self, step: int, batches: Sequence[Batch]) -> tuple[float, float]:
         """Mean loss and gradient norm of this process's share of update `step`; the gradient is clipped."""
@@ -93,10 +94,10 @@ class Update:
     def _clip(self) -> float:
         """The gradient's norm. Where it is short enough nothing is touched: torch's own would multiply all by 1."""
         gradients = [parameter.grad for parameter in self.trainable if parameter.grad is not None]
-        norm, most = nn.utils.get_total_norm(gradients, foreach=True), self.config.grad_clip
+        norm, most = nn.utils.get_total_norm(gradients), self.config.grad_clip
         length = norm.item()
         if most and not length + CLIP_MARGIN <= most:
-            nn.utils.clip_grads_with_norm_(self.trainable, most, norm, foreach=True)
+            nn.utils.clip_grads_with_norm_(self.trainable, most, norm)
         return length
 
     def backward(self, batch: Batch, parts: int, sync: bool) -> Tensor:
@@ -124,7 +125,7 @@ class Update:
 def _precision(config: RunConfig, device: torch.device) -> tuple[Callable[[], Any], torch.amp.GradScaler]:
     """Autocast and loss scaling for the device: bfloat16 where the GPU has it, else float16; off on the CPU."""
     on = config.use_amp and device.type == "cuda"
-    dtype = torch.bfloat16 if not on or torch.cuda.is_bf16_supported() else torch.float16
+    dtype = torch.bfloat16 if not on or torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     scaler = torch.amp.GradScaler(device.type, enabled=on and dtype == torch.float16)
     if not on:
         return nullcontext, scaler
