@@ -140,7 +140,7 @@ class Policy:
         return sorted(starts)
 
     def kinds_of_step(self) -> Iterator[int]:
-        """Steps among which every combination of what is frozen occurs: each phase, as far as `every` repeats itself."""
+        """Steps among which all that is ever frozen at once occurs: each phase, until `every` repeats itself."""
         window = math.lcm(*(clause.when.period for clause in self.clauses))
         for start, end in itertools.pairwise([*self.phases(), self.steps]):
             yield from range(start, min(end, start + window))

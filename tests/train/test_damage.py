@@ -117,7 +117,7 @@ def test_where_every_checkpoint_is_damaged_nothing_is_trained_anew(interrupted, 
 
 
 def test_a_damaged_checkpoint_does_not_count_among_the_newest(interrupted, oelm, monkeypatch):
-    """It goes on from step 5, and dies at 11 again: steps 10 and 5 are there, and what was damaged is not in the way."""
+    """It goes on from step 5 and saves at 10 and 12: what was damaged is kept elsewhere, and takes no place."""
     folder = interrupted()
     (folder.step_folder(10) / "model.safetensors").write_bytes(b"junk")
     seen = []

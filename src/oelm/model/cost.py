@@ -116,7 +116,7 @@ def freezing_bounds(config: RunConfig) -> dict[str, float]:
 
 
 def checkpoint_bytes(config: RunConfig) -> dict[str, int]:
-    """Tensor bytes of the run's largest checkpoint (weights and both Adam moments) and of the frozen file, written once.
+    """Tensor bytes of the largest checkpoint (weights and both Adam moments) and of the frozen file, written once.
 
     What is frozen for a while is in every checkpoint; its moments are in those of the time when it is trained.
     """
