@@ -122,6 +122,24 @@ def test_a_run_that_was_asked_to_stop_is_left_alone(one, monkeypatch):
     assert one.fixed[0].folder.finished()
 
 
+def test_a_run_that_another_queue_has_just_finished_has_not_failed(one, monkeypatch):
+    """Its end came between this queue's look and its start: `oelm train` refuses a finished run with exit code 2."""
+    other = "(out / 'summary.json').write_text('{\"state\": \"finished\"}'); os.utime(out / 'summary.json', (1, 1))"
+    script(monkeypatch, f"{other}; sys.exit(2)")
+    lines = []
+    assert Queue(one, 1, say=lines.append).run() == {}
+    assert "one: another process has taken it" in lines
+
+
+def test_a_plan_with_a_stopped_run_is_not_said_to_be_finished(tmp_path, data, monkeypatch, oelm):
+    text = f'[defaults]\npreset = "tiny"\ndata_path = "{data}"\n[matrix]\nmodel_type = ["baseline"]\nseed = [1, 2]\n'
+    (tmp_path / "plan.toml").write_text(text)
+    script(monkeypatch, "end(state='stopped', reason='SIGTERM'); sys.exit(143)", FINISH)
+    result = oelm("run", tmp_path / "plan.toml", "--out", tmp_path / "out", "--slots", 1)
+    assert (result.code, "all runs are finished" in result.out) == (1, False)
+    assert "1 of 2 runs were stopped; the same command goes on" in result.out
+
+
 def test_a_stop_while_a_run_is_starting_is_no_death(one, monkeypatch):
     """Asked to leave before it could write why: exit code 143 and no summary."""
     started = script(monkeypatch, "sys.exit(143)", FINISH)

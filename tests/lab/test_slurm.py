@@ -7,9 +7,11 @@ import shutil
 import socket
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 
+import oelm.lab.slurm as slurm_module
 from oelm.errors import UserError
 from oelm.lab.plan import load_plan
 from oelm.lab.queue import Queue
@@ -118,7 +120,7 @@ def test_an_array_survives_a_preemption_and_ends_in_the_bits_of_local_runs(slurm
             # scancel asks again for a minute and a half while the job is being requeued: once is enough.
             subprocess.run(["timeout", "1", "scancel", "--signal=TERM", job], capture_output=True)
             preempted = True
-        if preempted and not hurried and "BeginTime" in queued_jobs(tmp_path / "cluster").get(first.path.name, ""):
+        if preempted and not hurried and "BeginTime" in queued_jobs(tmp_path / "cluster").get(first.path.absolute(), ""):
             # Slurm lets a requeued job wait two minutes; the test does not.
             hurried = not subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"]).returncode
         logs = "".join(p.read_text()[-500:] for p in (tmp_path / "cluster/.slurm").glob("*.err"))
@@ -131,6 +133,17 @@ def test_an_array_survives_a_preemption_and_ends_in_the_bits_of_local_runs(slurm
     assert Queue(local, 2).run() == {}
     for ours, theirs in zip(local.runs, plan.runs, strict=True):
         assert fingerprint(ours.folder) == fingerprint(theirs.folder)
+
+
+def test_what_slurm_has_in_its_queue_is_seen_from_every_folder_and_by_its_place(tmp_path, monkeypatch):
+    for plan in ("one", "two"):
+        (tmp_path / plan / "run").mkdir(parents=True)
+    (tmp_path / "one" / slurm_module.JOBS_FILE).write_text('{"7_0": "run"}')
+    listed = SimpleNamespace(stdout="7_0 PENDING Priority\n8_0 RUNNING None\n")
+    monkeypatch.setattr(slurm_module.subprocess, "run", lambda *words, **options: listed)
+    for place in (tmp_path, tmp_path / "one", tmp_path / "one/run"):
+        assert slurm_module.queued_jobs(place) == {tmp_path / "one/run": "PENDING Priority"}
+    assert slurm_module.queued_jobs(tmp_path / "two") == {}
 
 
 def test_a_plan_with_a_choice_is_refused_on_slurm(tmp_path):

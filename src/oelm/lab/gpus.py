@@ -147,7 +147,9 @@ class GpuPool:
         path = self.leases / gpu.uuid.replace("/", "_")
         old = os.umask(0)
         try:
-            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
+            file = os.fdopen(os.open(path, os.O_RDWR), "r+")  # kernels may refuse O_CREAT on what another user made
         except OSError:
             self.waiting_for.append(f"GPU {gpu.index} (its lease {path} cannot be opened)")
             return False

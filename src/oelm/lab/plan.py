@@ -78,13 +78,20 @@ class Choice:
 
     def best(self, given_up: Collection[str] = ()) -> PlannedRun | None:
         """The candidate with the best final validation score, once all have ended; None before, or if all failed."""
+        if not self.ended(given_up):
+            return None
         summaries = [run.folder.read_summary() or {} for run in self.candidates]
-        for run, summary in zip(self.candidates, summaries, strict=True):
-            failed = summary.get("state") == "failed" and summary.get("retry") in (None, "", "never")
-            if not (failed or summary.get("state") == "finished" or run.id in given_up):
-                return None
         scores = [score_in(summary).of(summary, "val") for summary in summaries]
         return self.candidates[scores.index(min(scores))] if min(scores) < math.inf else None
+
+    def ended(self, given_up: Collection[str] = ()) -> bool:
+        """All candidates have finished or failed."""
+        for run in self.candidates:
+            summary = run.folder.read_summary() or {}
+            failed = summary.get("state") == "failed" and summary.get("retry") in (None, "", "never")
+            if not (failed or summary.get("state") == "finished" or run.id in given_up):
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -123,8 +130,8 @@ class Plan:
     @property
     def total(self) -> int:
         """Number of runs when all choices are made."""
-        per_choice = (len(c.candidates) + len(next(iter(c.followers.values()))) for c in self.choices)
-        return len(self.fixed) + sum(per_choice)
+        waiting = [choice for choice in self.choices if not choice.ended(self.given_up)]
+        return len(self.runs) + sum(len(next(iter(choice.followers.values()))) for choice in waiting)
 
 
 class _Reader:

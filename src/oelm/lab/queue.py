@@ -214,7 +214,7 @@ class Queue:
         elif (state == "stopped" or code in ASKED_TO_LEAVE) and not worker.first_to_die():
             self._stopped.add(run.id)
             self.say(f"{run.id}: stopped at step {run.folder.last_step():,}, as asked")
-        elif code == 2 and run.folder.alive():
+        elif code == 2 and (run.folder.alive() or run.folder.finished()):
             self.say(f"{run.id}: another process has taken it")
         elif code == 2 or (state == "failed" and summary.get("retry") in (None, "", "never")):
             self._give_up(run, summary.get("reason") or worker.last_words())

@@ -44,7 +44,7 @@ class Estimate:
 
 
 def run_plan(plan: Plan, only: str, slots: int, gpus: GpuPool | None) -> dict[str, str]:
-    """Check, then work through the plan; returns the failures."""
+    """Check, then work through the plan; returns the runs that did not finish, and why."""
     runs = pick(plan, only)
     check(runs)
     most = max(run.processes for run in runs)
@@ -72,9 +72,13 @@ def run_plan(plan: Plan, only: str, slots: int, gpus: GpuPool | None) -> dict[st
         raise
     for name, reason in failures.items():
         console.print(f"{name} failed: {reason}", style="red")
-    if not failures and not only:
+    known = runs if only else plan.runs
+    left = [run.id for run in known if not run.folder.finished() and run.id not in failures]
+    if left:
+        console.print(f"{len(left)} of {len(known)} runs were stopped; the same command goes on with them")
+    elif not failures and not only:
         console.print(f"all runs are finished; next: oelm verdict {plan.out}, oelm report {plan.out}")
-    return failures
+    return failures | dict.fromkeys(left, "stopped")
 
 
 def _places(slots: int, gpus: GpuPool | None) -> str:

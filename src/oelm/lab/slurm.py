@@ -67,7 +67,7 @@ def submit(plan: Plan, runs: list[PlannedRun], out: Path, options: dict[str, Any
             raise UserError(f"--{name} {options[name]!r}: Slurm has no such names")
     todo = [run for run in runs if not run.folder.finished() and not run.folder.alive()]
     queued = queued_jobs(out)
-    todo = [run for run in todo if run.folder.path.name not in queued]
+    todo = [run for run in todo if run.folder.path.absolute() not in queued]
     if not todo:
         return []
     executor = submitit.AutoExecutor(folder=out / ".slurm", cluster="slurm")
@@ -108,9 +108,11 @@ def _parameters(runs: list[PlannedRun], options: dict[str, Any]) -> dict[str, An
     return parameters
 
 
-def queued_jobs(out: Path) -> dict[str, str]:
-    """Runs in `out` that Slurm has pending, requeued or running, by folder name, with Slurm's word for it."""
-    known = _read_jobs(out)
+def queued_jobs(root: Path) -> dict[Path, str]:
+    """Run folders at or below `root` that Slurm has pending, requeued or running, with Slurm's word for it."""
+    files = (path for depth in ("", "*/", "*/*/") for path in root.glob(f"{depth}{JOBS_FILE}"))
+    places = {root.absolute().parent, *(path.absolute().parent for path in files)}  # the first: root may be a run
+    known = {job: place / name for place in sorted(places) for job, name in _read_jobs(place).items()}
     if not known:
         return {}
     try:
@@ -120,7 +122,7 @@ def queued_jobs(out: Path) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     states = {line.split()[0]: " ".join(line.split()[1:]) for line in listed.splitlines() if line.strip()}
-    return {name: states[job] for job, name in known.items() if job in states}
+    return {path: states[job] for job, path in known.items() if job in states}
 
 
 def _read_jobs(out: Path) -> dict[str, str]:

@@ -186,8 +186,8 @@ class LabWatcher:
         below = path != self.root and path.is_relative_to(self.root)
         return str(path.relative_to(self.root)) if below else path.name
 
-    def _with_job(self, status: RunStatus, queued: dict[str, str]) -> RunStatus:
-        job = queued.get(Path(status.path).name)
+    def _with_job(self, status: RunStatus, queued: dict[Path, str]) -> RunStatus:
+        job = queued.get(Path(status.path).absolute())
         if status.state in ("waiting", "stopped", "died") and job is not None:
             return replace(status, state="queued", reason=job)
         return status
@@ -236,8 +236,8 @@ def watch_folder(root: Path) -> LabWatcher:
     return LabWatcher(root)
 
 
-def _slurm_jobs(root: Path) -> dict[str, str]:
-    """Runs that Slurm still has in its queue, by id; empty without Slurm jobs below `root`."""
+def _slurm_jobs(root: Path) -> dict[Path, str]:
+    """Runs that Slurm still has in its queue, by folder; empty without Slurm jobs below `root`."""
     from oelm.lab.slurm import queued_jobs
 
     return queued_jobs(root)
