@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from oelm.config import resolve
 from oelm.errors import UserError
 from oelm.lab.announce import as_json, sentence
 from oelm.lab.plan import load_plan
 from oelm.lab.score import ACCURACY, PERPLEXITY
 from oelm.lab.stats import accuracy_bounds, answers_bootstrap, mcnemar
 from oelm.lab.study import load_study
-from oelm.lab.verdict import reach_verdict
+from oelm.lab.verdict import reach_verdict, steps_of
 from oelm.report.answers import confusion
 from tests.lab.made_runs import DATA, make_run
 
+OTHERS = {"oelm_random": (2_100, 2_130, 2_070), "oelm_matched": (2_100, 2_130, 2_070)}
 LABELS = np.repeat([0, 1, 2], 1_000)
 NLI = {**DATA, "labels": ["entailment", "neutral", "contradiction"], "examples": {"train": 9, "val": 9, "test": 3_000}}
 
@@ -122,6 +124,25 @@ def test_the_report_of_classifiers_speaks_of_accuracy(oelm, tmp_path, language, 
     assert "val acc" in status.out
     assert "70.00%" in status.out
     assert "PPL" not in status.out
+
+
+def test_two_seeds_claim_nothing_and_many_arms_claim_less(oelm, tmp_path):
+    """4, 5 and 3 points: t = 6.9, p = 0.020, two-sided; among three arms Holm asks for 0.0167."""
+    differences = (120, 150, 90)
+    arms = {"baseline": (2_100, 2_100, 2_100), "oelm_v2": tuple(2_100 - d for d in differences)}
+    for name, seeds, others, told in (("two", 2, {}, False), ("one", 3, {}, True), ("many", 3, OTHERS, False)):
+        make_arms(tmp_path / name, **{arm: corrects[:seeds] for arm, corrects in {**arms, **others}.items()})
+        assert oelm("report", tmp_path / name, "--format", "md").code == 0
+        text = (tmp_path / name / "report-en.md").read_text().replace("\\", "")
+        assert ("oelm_v2 is worse than baseline" in text) is told
+        assert ("Whether oelm_v2 beats baseline is not told" in text) is not told
+
+
+def test_what_is_drawn_is_not_compared_with_what_is_made_of_pretrained_matrices(encoder):
+    drawn, pretrained = steps_of(resolve({})), steps_of(resolve({"arch": str(encoder), "labels": 3}))
+    assert drawn["orthogonality"] == ("oelm_matched", "oelm_v2")
+    assert {"factor", "published_xnli"} <= pretrained.keys()
+    assert not {"orthogonality", "random_to_freeze", "freeze"} & pretrained.keys()
 
 
 def test_a_plan_goes_on_at_the_learning_rate_of_the_best_accuracy(tmp_path):

@@ -124,8 +124,9 @@ def test_several_data_sets_are_set_side_by_side(tmp_path):
         make_arm(tmp_path / dataset, "oelm_v2", times(factor), dataset=dataset)
     rows = find(read(tmp_path), "epochs")
     assert [row[0] for row in rows[2:]] == ["one", "two"]
-    assert [row[2] for row in rows[2:]] == ["0.50", "2.50"]
-    assert [row[3][:5] for row in rows[2:]] == ["+10.0", "+30.0"]
+    assert [row[1:3] for row in rows[2:]] == [["test", "3"]] * 2
+    assert [row[4] for row in rows[2:]] == ["0.50", "2.50"]
+    assert [row[5][:5] for row in rows[2:]] == ["+10.0", "+30.0"]
 
 
 def test_across_settings_plain_and_fair_gaps_have_their_own_tables(tmp_path):
@@ -166,6 +167,37 @@ def test_an_unfinished_plan_gives_an_interim_report(tmp_path):
     shutil.rmtree(out / "oelm_v2_seed1")
     make_run(out, "oelm_v2_seed1", "oelm_v2")
     assert "INTERIM" not in read(out)
+
+
+def test_a_choice_without_a_survivor_is_not_waited_for_and_other_runs_hide_no_missing_ones(tmp_path):
+    plan = tmp_path / "p.toml"
+    plan.write_text(
+        '[defaults]\npreset = "tiny"\nmax_steps = 20\n[matrix]\nmodel_type = ["baseline", "oelm_v2"]\n'
+        "max_lr = [1e-3]\nseed = [1, 2]\n[select]\nseed = 1\n"
+    )
+    out = tmp_path / "out"
+    load_plan(plan, out).leave_copy()
+    make_run(out, "baseline_lr0.001_seed1")
+    make_run(out, "by_the_way", "oelm_random")  # not of the plan
+    assert "INTERIM REPORT. 2 of 5 runs have ended" in read(out)
+    make_run(out, "baseline_lr0.001_seed2", seed=2)
+    make_run(out, "oelm_v2_lr0.001_seed1", "oelm_v2", state="failed", reason="the gradient norm is nan")
+    assert "INTERIM" not in read(out)
+
+
+def test_different_seeds_diverging_at_different_rates_leave_a_report(tmp_path):
+    make_run(tmp_path, "b1")
+    make_run(tmp_path, "b2", seed=2)
+    for lr, lost in ((1e-3, 1), (2e-3, 2)):
+        for seed in (1, 2):
+            end = dict(state="failed", reason="the gradient norm is nan") if seed == lost else {}
+            make_run(tmp_path, f"v{lr}{seed}", "oelm_v2", seed, lr, **end)
+    assert "diverged" in read(tmp_path)
+
+
+def test_the_command_has_the_criterion_and_the_baseline_that_were_asked_for(made, tmp_path):
+    text = read(made, out=tmp_path, criterion=1.2, baseline="oelm_random")
+    assert f"oelm report outputs/{made.name} --lang en --baseline oelm_random --criterion 1.2\n" in text
 
 
 def test_it_prints_the_commands_that_make_it_again(tmp_path):

@@ -5,7 +5,7 @@ from importlib.resources import files
 import pytest
 
 from oelm.errors import UserError
-from oelm.lab.verdict import STEPS
+from oelm.lab.verdict import PRETRAINED_STEPS, STEPS
 from oelm.report.words import Words
 
 TABLES = tomllib.loads((files("oelm.report") / "words.toml").read_text())
@@ -21,7 +21,7 @@ def test_both_languages_say_the_same_things():
 
 def test_every_word_is_used():
     used = "".join(path.read_text() for path in files("oelm.report").iterdir() if path.name.endswith(".py"))
-    used += "".join(f'"step_{name}"' for name in STEPS)
+    used += "".join(f'"step_{name}"' for name in {**STEPS, **PRETRAINED_STEPS})
     for key in {**TABLES["en"], **TABLES["en"]["accuracy"]}:
         made = key.startswith(("axis_", "curve_", "log_", "frames_", "state_", "claim_", "schedule_")) or key.isupper()
         assert made or f'"{key}"' in used or f"'{key}'" in used, key

@@ -129,7 +129,7 @@ def as_json(verdict: Verdict, language: str = "en") -> dict[str, Any]:
                             statistics.fmean(run.score("val") for run in arm.runs.values())
                         ),
                         "max_lr": arm.rate,
-                        "best_lr_at_edge": arm.at_edge,
+                        "best_lr_at_edge": arm.at_edge if len(arm.rates) > 1 else None,
                         "seeds": list(arm.runs),
                         **({} if name not in s.judgements else _judgement_json(s.judgements[name], score)),
                     }

@@ -152,9 +152,17 @@ class Study:
     score: Score = PERPLEXITY
 
     @property
+    def ended(self) -> int:
+        return sum(s.state in ("finished", "failed") for s in self.statuses)
+
+    @property
+    def total(self) -> int:
+        """Runs that exist or were planned, with those that wait for a choice."""
+        return len(self.statuses) + sum(plan.total - len(plan.runs) for plan in self.plans)
+
+    @property
     def unfinished(self) -> bool:
-        ended = sum(s.state in ("finished", "failed") for s in self.statuses)
-        return ended < max(len(self.statuses), sum(plan.total for plan in self.plans))
+        return self.ended < self.total
 
 
 def load_study(root: Path, baseline: str = "", criterion: float | None = None) -> Study:

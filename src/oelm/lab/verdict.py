@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from oelm import encoders
 from oelm.config import RunConfig
 from oelm.lab.outcome import Run
 from oelm.lab.stats import (
@@ -35,12 +36,16 @@ STEPS = {
     "head_wise": ("oelm", "oelm_v2"),
     "start": ("baseline", "orthogonal"),
     "freezing_alone": ("orthogonal", "oelm_v2"),
+}
+"""The ablation: from one arm to another, one thing changes (the first three as published)."""
+PRETRAINED_STEPS = {
     "pretrained_freeze": ("baseline", "frozen"),
     "factor": ("frozen", "oelm_v2"),
     "damage": ("baseline", "damaged_baseline"),
     "published_xnli": ("damaged_baseline", "oelm_v2"),
+    "scale": ("oelm_random", "oelm_matched"),
 }
-"""The ablation: from one arm to another, one thing changes (the first three as published)."""
+"""The same of an encoder that has something to lose: there oelm_v2 is made of the pretrained matrices."""
 ABSORBED = ("core", "lora", "qk_gain", "temperature")
 """Extras that are part of trained Q/K matrices: they have what these would add."""
 NEARLY = 0.99
@@ -143,6 +148,10 @@ def _across(verdicts: list[str]) -> str:
     return FAIL if FAIL in verdicts else PASS if set(verdicts) == {PASS} else INCONCLUSIVE
 
 
+def steps_of(config: RunConfig) -> dict[str, tuple[str, str]]:
+    return PRETRAINED_STEPS if encoders.is_pretrained(config.arch) else STEPS
+
+
 def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     arms, baseline = setting.judged, setting.judged[study.baseline]
     others = [a for a in arms.values() if a is not baseline and a.scores.keys() & baseline.scores.keys()]
@@ -170,7 +179,7 @@ def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
         for arm in others
     }  # fmt: skip
     steps = {}
-    for name, (start, end) in STEPS.items():
+    for name, (start, end) in steps_of(baseline.config).items():
         if start in arms and end in arms and arms[start].scores.keys() & arms[end].scores.keys():
             steps[name] = paired_gap(arms[end].scores, arms[start].scores, bar)
     return SettingVerdict(setting, judgements, steps)

@@ -1,10 +1,11 @@
 """What a report says of classifiers alone: intervals, who is right where the other is wrong, confused classes."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from oelm.lab.stats import accuracy_bounds, f1_bounds, mcnemar
+from oelm.lab.stats import MIN_SEEDS, accuracy_bounds, f1_bounds, holm, mcnemar, t_tests
 from oelm.lab.study import Arm
 from oelm.lab.verdict import SettingVerdict, Verdict, comparable
 from oelm.report.blocks import Block, Heading, Items, Table, Text
@@ -14,7 +15,8 @@ from oelm.train.metrics import macro_f1
 
 def sections(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
     baseline = s.setting.judged[verdict.study.baseline]
-    yield Items([_claim(name, s, verdict, w) for name in s.judgements])
+    told = _told(s)
+    yield Items([_claim(name, s, verdict, w, told.get(name, False)) for name in s.judgements])
     if not any(run.answers is not None for run in baseline.runs.values()):
         return
     yield Table([w(key) for key in ("arm", "seed", "accuracy", "f1", "only_arm", "only_baseline", "mcnemar")],
@@ -32,14 +34,22 @@ def sections(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
             yield Table([w("truth"), *names], cells, w("confusion_of", arm=arm.name, n=len(found)))
 
 
-def _claim(name: str, s: SettingVerdict, verdict: Verdict, w: Words) -> str:
+def _told(s: SettingVerdict) -> dict[str, bool]:
+    """Arms whose seeds tell them from the baseline: two-sided t tests, with Holm's correction over the arms."""
+    gaps = {name: j.plain for name, j in s.judgements.items() if j.plain.n >= MIN_SEEDS}
+    tests = {n: t_tests(np.array(g.mean), np.array(g.sd / math.sqrt(g.n)), g.n, 0.0) for n, g in gaps.items()}
+    return holm({name: 2 * float(min(sides)) for name, sides in tests.items()})
+
+
+def _claim(name: str, s: SettingVerdict, verdict: Verdict, w: Words, told: bool) -> str:
     """The sentence that the data allow on whether the arm beats the baseline."""
     gap = s.judgements[name].plain
     score = verdict.study.score
     low, high = sorted(score.change(bound) for bound in (gap.low, gap.high))
     facts = {"arm": name, "baseline": verdict.study.baseline, "n": gap.n, "gap": f"{score.change(gap.mean):+.1f}",
              "low": f"{low:+.1f}", "high": f"{high:+.1f}"}  # fmt: skip
-    key = "claim_one" if gap.n < 2 else "claim_better" if low > 0 else "claim_worse" if high < 0 else "claim_open"
+    better = "claim_better" if score.change(gap.mean) > 0 else "claim_worse"
+    key = "claim_one" if gap.n < 2 else better if told else "claim_open"
     return w(key, **facts).replace("-", "−") if key != "claim_one" else w(key, **facts)
 
 

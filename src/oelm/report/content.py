@@ -63,9 +63,7 @@ def _verdict(verdict: Verdict, w: Words) -> Iterator[Block]:
     study, bar = verdict.study, verdict.study.score.limit(verdict.study.criterion)
     yield Heading(w("verdict"))
     if study.unfinished:
-        ended = sum(s.state in ("finished", "failed") for s in study.statuses)
-        total = max(len(study.statuses), sum(plan.total for plan in study.plans))
-        yield Notice(w("interim", ended=ended, total=total))
+        yield Notice(w("interim", ended=study.ended, total=study.total))
     if not verdict.settings:
         yield Text(w("nothing", baseline=study.baseline), strong=True)
         return
@@ -73,7 +71,7 @@ def _verdict(verdict: Verdict, w: Words) -> Iterator[Block]:
     headline = words[verdict.overall] if verdict.arms else "no_frozen"
     yield Text(w(headline, arms=listed(verdict.passing, w), bar=bar), strong=True)
     several = len(verdict.settings) > 1
-    split = w(verdict.settings[0].setting.split)
+    split = " / ".join(dict.fromkeys(w(s.setting.split) for s in verdict.settings))
     yield Items([line for s in verdict.settings for line in _standings(s, verdict, w, several)])
     rows = [
         (f"{name} · {s.setting.name}" if several else name, judgement.fair)
@@ -92,7 +90,8 @@ def _standings(s: SettingVerdict, verdict: Verdict, w: Words, several: bool) -> 
         shown = f"{name} · {s.setting.name}" if several else name
         judgement = s.judgements.get(name)
         if judgement is None:
-            yield w("standing_none", arm=shown, why=w("diverged" if arm.diverged else "not_finished"))
+            why = "diverged" if arm.diverged else "no_partner" if arm.finished() else "not_finished"
+            yield w("standing_none", arm=shown, why=w(why))
             continue
         needed = w("standing_seeds", n=judgement.fair.seeds_needed) if judgement.fair.seeds_needed else ""
         gap = show_gap(judgement.fair, verdict.study.score, w, f" {w('unit')}")
@@ -199,7 +198,7 @@ def _efficiency(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block
             f"{statistics.median(run['peak_memory_bytes'] for run in runs) / 2**20:,.0f}",
             f"{runs[0]['checkpoint_bytes'] / 2**20:,.1f}",
         ])  # fmt: skip
-    headings = ("arm", "trainable", "frozen", "step_time", "ratio", "bound", "memory", "checkpoint")
+    headings = ("arm", "trainable", "frozen_share", "step_time", "ratio", "bound", "memory", "checkpoint")
     yield Table([w(key) for key in headings], rows)
     yield Text(w("efficiency_note"))
 

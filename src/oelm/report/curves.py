@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from oelm import encoders
 from oelm.lab.outcome import Run
 from oelm.lab.score import HIGHEST, PERPLEXITY, Score
 from oelm.lab.study import Arm
-from oelm.lab.verdict import STEPS, SettingVerdict, Verdict
+from oelm.lab.verdict import SettingVerdict, Verdict, steps_of
 from oelm.report import figures
 from oelm.report.blocks import Block, Figure, Heading, Table, Text
 from oelm.report.said import said, show_gap
 from oelm.report.words import Words
 
+PATHS = {False: ("baseline", "oelm_random", "oelm_matched", "oelm_v2"), True: ("baseline", "frozen", "oelm_v2")}
+"""From the baseline to frozen orthonormal Q/K, of drawn and of pretrained ones."""
 SHARES = (0.1, 0.3, 0.6, 1.0)
 """Of a run, at which the arms are compared on the way."""
 
@@ -79,8 +82,11 @@ def trend(verdict: Verdict, w: Words) -> Iterator[Block]:
     yield Heading(w("trend"))
     names = list(dict.fromkeys(name for s in verdict.settings for name in s.judgements))
     settings = [s.setting.name for s in verdict.settings]
-    some = [next(iter(s.setting.judged[verdict.study.baseline].runs.values())).summary for s in verdict.settings]
-    seen = [[f"{summary['tokens_seen']:,}", f"{summary['epochs']:.2f}"] for summary in some]
+    numbers = []
+    for s in verdict.settings:
+        runs = s.setting.judged[verdict.study.baseline].runs
+        some = next(iter(runs.values())).summary
+        numbers.append([w(s.setting.split), str(len(runs)), f"{some['tokens_seen']:,}", f"{some['epochs']:.2f}"])
     judged = {n: [s.judgements.get(n) for s in verdict.settings] for n in names}
     score = verdict.study.score
     for kind in ("plain", "fair"):
@@ -89,8 +95,8 @@ def trend(verdict: Verdict, w: Words) -> Iterator[Block]:
         cells = [[show_gap(gap, score, w) if gap else "–" for gap in row] for row in zip(*found.values(), strict=True)]
         yield Text(w(kind))
         yield Table(
-            [w("setting"), w("tokens_seen"), w("epochs"), *names],
-            [[name, *numbers, *row] for name, numbers, row in zip(settings, seen, cells, strict=True)],
+            [w("setting"), w("split"), w("seeds"), w("tokens_seen"), w("epochs"), *names],
+            [[name, *facts, *row] for name, facts, row in zip(settings, numbers, cells, strict=True)],
         )
 
 
@@ -98,7 +104,8 @@ def ablation(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
     if not s.steps:
         return
     arms, score = s.setting.judged, verdict.study.score
-    path = [arm for arm in ("baseline", "oelm_random", "oelm_matched", "oelm_v2") if arm in arms]
+    named = steps_of(arms[verdict.study.baseline].config)
+    path = [arm for arm in PATHS[encoders.is_pretrained(arms[verdict.study.baseline].config.arch)] if arm in arms]
     seeds = set.intersection(*(set(arms[name].scores) for name in path)) if path else set()
     if path[:1] == ["baseline"] and len(path) > 1 and seeds:
         mean = {name: statistics.fmean(arms[name].scores[seed] for seed in seeds) for name in path}
@@ -107,7 +114,7 @@ def ablation(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
         steps = [(label, *ends) for label, ends in zip(labels, itertools.pairwise(heights), strict=True)]
         better = -1 if score is PERPLEXITY else 1
         yield Figure(figures.waterfall(steps, w("ablation_axis"), better), w("ablation_figure"))
-    rows = [[w(f"step_{name}"), " → ".join(STEPS[name]), show_gap(gap, score, w)] for name, gap in s.steps.items()]
+    rows = [[w(f"step_{name}"), " → ".join(named[name]), show_gap(gap, score, w)] for name, gap in s.steps.items()]
     yield Table([w("what_changes"), w("from_to"), w("change")], rows)
 
 
@@ -119,7 +126,8 @@ def rates(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
     found = {arm.name: {rate: _or_infinite(own, score) for rate, own in arm.rate_scores.items()} for arm in arms}
     chosen = {arm.name: arm.rate for arm in arms}
     shades = figures.colours(s.setting)
-    yield Figure(figures.rates(found, chosen, shades, w("axis_rate"), w("axis_ppl")), w("rates_figure"))
+    better = -1 if score is PERPLEXITY else 1
+    yield Figure(figures.rates(found, chosen, shades, w("axis_rate"), w("axis_ppl"), better), w("rates_figure"))
     grid = sorted({rate for by_rate in found.values() for rate in by_rate})
     rows = [[arm.name, *(score.text(arm.rate_scores.get(rate)) for rate in grid)] for arm in arms]
     yield Table([w("arm"), *(f"{rate:g}" for rate in grid)], rows)

@@ -135,19 +135,21 @@ def _legend(ax: Axes) -> None:
 
 
 def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float | None], shades: Mapping[str, str],
-          x_label: str, y_label: str) -> str:  # fmt: skip
-    """Final validation perplexity over the learning rate; the chosen one is filled, one that diverged a cross."""
+          x_label: str, y_label: str, better: int = -1) -> str:  # fmt: skip
+    """Final validation score over the learning rate; the chosen one is filled, one that diverged a cross as bad as the
+    worst. `better`: up or down."""
     with _drawing(WIDTH, _height(found)) as (figure, ax):
-        top = max(v for by_rate in found.values() for v in by_rate.values() if v < math.inf)
+        ended = [v for by_rate in found.values() for v in by_rate.values() if v < math.inf]
+        worst = min(ended or [1.0], key=lambda v: v * better)
         lines = _lines([shades[name] for name in found])
         for (name, by_rate), line in zip(found.items(), lines, strict=True):
             x = sorted(by_rate)
             kept = [rate for rate in x if by_rate[rate] < math.inf]
             ax.plot(kept, [by_rate[r] for r in kept], f"o{line}", color=shades[name], mfc="none", label=name)
             lost = [rate for rate in x if by_rate[rate] == math.inf]
-            ax.plot(lost, [top] * len(lost), "x", color=shades[name])
+            ax.plot(lost, [worst] * len(lost), "x", color=shades[name])
             rate = chosen.get(name)
-            if rate is not None:
+            if rate is not None and by_rate[rate] < math.inf:
                 ax.plot([rate], [by_rate[rate]], "o", color=shades[name])
         ax.set_xscale("log")
         ticks = sorted({rate for by_rate in found.values() for rate in by_rate})

@@ -66,10 +66,10 @@ def reproduce(verdict: Verdict, w: Words, options: str = "") -> Iterator[Block]:
                  for key in ("oelm", "git", "torch", "python")}  # fmt: skip
         yield Text(w("reproduce_text", version=facts["oelm"], commit=facts["git"], device=_devices(parts, w),
                      torch=facts["torch"], python=facts["python"]))  # fmt: skip
-    for name, tokenizer, labels in dict.fromkeys(
-        (r.config.dataset, _tokenizer(r), tuple(map(str, r.data.get("labels", [])))) for r in study.runs
+    for name, prepared, tokenizer, labels in dict.fromkeys(
+        (r.config.dataset, _data_place(r), _tokenizer(r), tuple(map(str, r.data.get("labels", [])))) for r in study.runs
     ):
-        yield Code(prepare_command(name, tokenizer, f"data/{name}", labels))
+        yield Code(prepare_command(name, tokenizer, prepared, labels))
     home = Path("outputs") / study.root.resolve().name
     for plan in study.plans:
         place = home / plan.out.relative_to(study.root)
@@ -79,11 +79,27 @@ def reproduce(verdict: Verdict, w: Words, options: str = "") -> Iterator[Block]:
     if not study.plans:
         runs = [(quote(run.id), quote(str(home / run.id))) for run in study.runs]
         yield Code("\n".join(f"oelm train {name}/config.toml --out_dir {place}" for name, place in runs))
-    yield Code(f"oelm report {quote(str(home))} --lang {w.language}{options}")
+    yield Code(f"oelm report {quote(str(home))} --lang {w.language}{_asked(verdict)}{options}")
     for setting in study.settings:
         data: Mapping[str, Any] = setting.values["data"]
         source, tokenizer = str(data.get("source_hash", ""))[:16], str(data.get("tokenizer_hash", ""))[:16]
         yield Text(w("hashes", setting=setting.name, source=source or "?", tokenizer=tokenizer or "?"))
+
+
+def _asked(verdict: Verdict) -> str:
+    """The flags without which the verdict would be another: what is usual, or stands in the plans, needs none."""
+    study = verdict.study
+    planned = study.plans[0] if study.plans else None
+    usual = planned.criterion if planned and planned.criterion is not None else study.score.criterion
+    criterion = f" --criterion {study.criterion:g}" if study.criterion != usual else ""
+    known = planned.baseline if planned else "baseline"
+    return (f" --baseline {quote(study.baseline)}" if study.baseline != known else "") + criterion
+
+
+def _data_place(run: Run) -> str:
+    """Where the run's own config looks for its data; a place on one machine is none for others."""
+    path = Path(run.config.data_path)
+    return str(path) if run.config.data_path and not path.is_absolute() else f"data/{run.config.dataset}"
 
 
 def _tokenizer(run: Run) -> str:
