@@ -110,6 +110,7 @@ def test_a_policy_that_freezes_nothing_has_one_name():
 def test_flags_take_dashes_or_underscores_and_values_keep_theirs():
     argv = ["--max-lr=1e-3", "--out-dir", "a-b_c", "--d_model", "8", "-h", "--from=x-y"]
     assert with_underscores(argv) == ["--max_lr=1e-3", "--out_dir", "a-b_c", "--d_model", "8", "-h", "--from=x-y"]
+    assert with_underscores(["--prompt", "--a well-known cat"]) == ["--prompt", "--a well-known cat"]
 
 
 def test_presets_are_of_the_documented_sizes():

@@ -12,7 +12,8 @@ from tests.small_encoder import LABELS, make_rows, prepared, write_rows
 
 def test_rows_of_no_use_are_left_out_and_counted(tmp_path):
     rows = make_rows(90)
-    rows[3]["premise"], rows[7]["label"], rows[9]["hypothesis"] = "  ", "-", ""
+    rows[3]["premise"], rows[7]["label"], rows[9]["hypothesis"] = "  ", "none", ""
+    rows[11]["label"] = "-"  # as in SNLI, where annotators did not agree
     source = write_rows(tmp_path / "a.jsonl", rows)
     with open(source, "ab") as file:
         file.write(b'{"premise": "caf\xe9", "hypothesis": "x", "label": "odd"}\n')  # Latin-1
@@ -21,9 +22,9 @@ def test_rows_of_no_use_are_left_out_and_counted(tmp_path):
     meta = prepare("x", [], "bytes", tmp_path / "out", labelling=Labelling(LABELS), placed={"train": [source]})
     assert meta["left_out"] == {
         "with an empty text": 2, "with an unknown label": 1, "not in UTF-8": 1, "not a JSON object": 2,
-        "without all columns": 1,
+        "without all columns": 1, "without a label": 1,
     }  # fmt: skip
-    assert sum(meta["splits"][split]["documents"] for split in ("train", "val", "test")) == 87
+    assert sum(meta["splits"][split]["documents"] for split in ("train", "val", "test")) == 86
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import errno
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from oelm.data.sources import find_files
 from oelm.data.tokenizer import ByteTokenizer, load_tokenizer
 from oelm.errors import UserError
 from tests.conftest import make_documents
+from tests.small_encoder import make_rows, write_rows
 
 
 def tokens_of(folder, split, dtype=np.uint16):
@@ -86,6 +88,45 @@ def test_the_bpe_is_trained_on_the_train_split_alone(tmp_path):
     assert len(tokenizer.encode("qqvvjj")) == len("qqvvjj")
     assert len(tokenizer.encode(" kkzzxx")) == len(" kkzzxx")
     assert len(tokenizer.encode(" tree")) < len(" tree")
+
+
+def test_the_bpe_is_trained_on_train_wherever_it_stands_among_the_files(tmp_path):
+    """Files as large as each other, train not the first: a sample of every third would be of the test split alone."""
+    texts = make_documents(360)
+    for i, split in enumerate(("test", "train", "valid")):
+        write_jsonl(tmp_path / f"{split}.jsonl", texts[i::3])
+    prepare("x", [tmp_path / f"{split}.jsonl" for split in ("test", "train", "valid")], "bpe:300", tmp_path / "one")
+    prepare("x", [tmp_path / f"{split}.jsonl" for split in ("train", "test", "valid")], "bpe:300", tmp_path / "two")
+    assert len({(tmp_path / name / "tokenizer.json").read_bytes() for name in ("one", "two")}) == 1
+
+
+def test_line_ends_hide_no_document_that_stands_in_two_splits(tmp_path):
+    texts = [f"one {i}\ntwo {i}" for i in range(40)]
+    train = "<|endoftext|>".join([*texts, "only\nhere"]).replace("\n", "\r\n")
+    (tmp_path / "train.txt").write_bytes(train.encode())
+    (tmp_path / "valid.txt").write_text("<|endoftext|>".join(texts[:20]))
+    meta = prepare("x", [tmp_path / "train.txt", tmp_path / "valid.txt"], "bytes", tmp_path / "out")
+    assert meta["dropped_from_train_or_test"] == 20
+    assert not any("\r" in text for text in documents_of(tmp_path / "out", "train"))
+
+
+def test_a_split_whose_file_is_blank_is_said_by_its_name(tmp_path):
+    train, val = write_jsonl(tmp_path / "train.jsonl", make_documents(90)), tmp_path / "valid.txt"
+    val.write_text(" \n \n")
+    with pytest.raises(UserError, match=r"val split of x is empty: .*valid.txt holds no text"):
+        prepare("x", [train, val], "bytes", tmp_path / "out")
+
+
+def test_tokens_of_another_encoder_are_not_replaced_unasked(tmp_path, encoder):
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(90))
+    other = shutil.copytree(encoder, tmp_path / "other")
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    vocabulary["truncation"] = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    prepare("x", [], str(encoder), tmp_path / "out", placed={"train": [rows]})
+    prepare("x", [], str(encoder), tmp_path / "out", placed={"train": [rows]})
+    with pytest.raises(UserError, match="tokens of another encoder"):
+        prepare("x", [], str(other), tmp_path / "out", placed={"train": [rows]})
 
 
 def test_large_vocabularies_are_stored_as_uint32(tmp_path, monkeypatch):

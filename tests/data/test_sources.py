@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import pytest
@@ -127,6 +128,34 @@ def test_splits_follow_words_in_names_below_the_given_folder(tmp_path):
     }  # fmt: skip
 
 
+def test_source_files_are_split_by_folders_and_not_by_what_they_are_called(tmp_path):
+    for name in ("app/test_x.py", "app/validation.py", "app/dev/tool.py", "app/main.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    assert {file.split for file in find_files("x", [tmp_path / "app"])} == {"train"}
+    for name in ("docs/train/a.md", "docs/test/b.md"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("text\n")
+    assert [file.split for file in find_files("x", [tmp_path / "docs"])] == ["test", "train"]
+
+
+def test_compressed_files_are_neither_read_as_text_nor_left_out_unsaid(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"text"))
+    for place in (tmp_path, tmp_path / "b.txt.gz"):
+        with pytest.raises(UserError, match=r"b.txt.gz is compressed: unpack it"):
+            find_files("x", [place])
+
+
+def test_a_parquet_column_that_is_no_text_is_refused(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table({"text": [1, 2]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (file,) = find_files("x", [tmp_path / "a.parquet"])
+    with pytest.raises(UserError, match="its column text holds int64"):
+        list(documents(cut(file)[0]))
+
+
 def test_only_validation_files_is_an_error(tmp_path):
     (tmp_path / "valid.txt").write_text("x")
     with pytest.raises(UserError, match="no training text"):
@@ -167,6 +196,15 @@ def test_the_hub_is_read_through_datasets(tmp_path, monkeypatch):
     assert wiki[0].path.read_text() == WIKI
     assert wiki[1].format == "wikitext"
     assert asked == [("roneneldan/TinyStories", None), ("Salesforce/wikitext", "wikitext-103-raw-v1")]
+
+
+def test_splits_whose_labels_the_hub_keeps_to_itself_are_left_out(tmp_path, monkeypatch):
+    """As of SST-2's test split and of IMDB's unsupervised one."""
+    datasets = pytest.importorskip("datasets")
+    splits = {"train": [0, 1], "unsupervised": [-1, -1], "validation": [1, 0], "test": [-1, -1]}
+    made = {name: datasets.Dataset.from_dict({"sentence": ["a", "b"], "label": ls}) for name, ls in splits.items()}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *hub: datasets.DatasetDict(made))
+    assert [file.path.stem for file in sources.download("sst2", tmp_path)] == ["train", "validation"]
 
 
 def test_a_hub_out_of_reach_is_one_line_with_the_way_out(tmp_path, monkeypatch):

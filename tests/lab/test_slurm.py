@@ -120,7 +120,8 @@ def test_an_array_survives_a_preemption_and_ends_in_the_bits_of_local_runs(slurm
             # scancel asks again for a minute and a half while the job is being requeued: once is enough.
             subprocess.run(["timeout", "1", "scancel", "--signal=TERM", job], capture_output=True)
             preempted = True
-        if preempted and not hurried and "BeginTime" in queued_jobs(tmp_path / "cluster").get(first.path.absolute(), ""):
+        waits = queued_jobs(tmp_path / "cluster").get(first.path.absolute(), "")
+        if preempted and not hurried and "BeginTime" in waits:
             # Slurm lets a requeued job wait two minutes; the test does not.
             hurried = not subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"]).returncode
         logs = "".join(p.read_text()[-500:] for p in (tmp_path / "cluster/.slurm").glob("*.err"))

@@ -44,7 +44,16 @@ def run_verb(parser: Parser) -> None:
     parser.set_defaults(run=_run_plan)
 
 
+SLURM_ONLY = {"partition": "partition", "minutes": "time", "gres": "gres", "cpus": "cpus", "mem": "mem"}
+HERE_ONLY = {"gpus": "gpus", "slots": "slots", "detach": "detach"}
+"""Options of one place, with the names of their flags."""
+
+
 def _run_plan(options: argparse.Namespace) -> int:
+    foreign, advice = (HERE_ONLY, "for runs here") if options.on == "slurm" else (SLURM_ONLY, "for --on slurm")
+    for key, flag in foreign.items():
+        if getattr(options, key) not in (None, False):
+            raise UserError(f"--{flag} is {advice}")
     if options.slots is not None and not 1 <= options.slots <= 1024:
         raise UserError(f"--slots {options.slots}: take 1 to 1024")
     from oelm.lab import run
@@ -58,8 +67,7 @@ def _run_plan(options: argparse.Namespace) -> int:
         run.show_dry_run(plan, options.only)
         return 0
     if options.on == "slurm":
-        keys = ("partition", "minutes", "gres", "cpus", "mem")
-        run.submit_plan(plan, options.only, {key: getattr(options, key) for key in keys})
+        run.submit_plan(plan, options.only, {key: getattr(options, key) for key in SLURM_ONLY})
         return 0
     if options.detach:
         log = Path(options.out or "outputs") / f"{options.plan.stem}.queue.log"

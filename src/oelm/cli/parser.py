@@ -1,6 +1,7 @@
 """The parser: one-line errors, flags with dashes or underscores, one flag per config field."""
 
 import argparse
+import re
 import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -82,5 +83,6 @@ def with_underscores(argv: list[str]) -> list[str]:
     out = []
     for word in argv:
         flag, equals, value = word.partition("=")
-        out.append(flag.replace("-", "_").replace("__", "--", 1) + equals + value if flag[:2] == "--" else word)
+        is_flag = re.fullmatch(r"--[A-Za-z][\w-]*", flag)  # a prompt may begin with dashes, too
+        out.append("--" + flag[2:].replace("-", "_") + equals + value if is_flag else word)
     return out

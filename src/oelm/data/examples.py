@@ -104,10 +104,11 @@ def records(file: SourceFile, skips: Skips) -> Iterator[tuple[int, dict[str, Any
 
 
 def _label(value: Any) -> str:
-    """The text of a label; "" for what is none."""
+    """The text of a label; "" for what is none (SNLI's "-" says that its annotators did not agree)."""
     if isinstance(value, bool | int) or (isinstance(value, float) and value.is_integer()):
         return str(int(value))
-    return value.strip() if isinstance(value, str) else ""
+    text = value.strip() if isinstance(value, str) else ""
+    return text if text != "-" else ""
 
 
 def check_columns(columns: Sequence[str], label: bool) -> None:

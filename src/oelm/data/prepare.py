@@ -105,7 +105,7 @@ def prepare(
     if not 0 <= workers <= 1024:
         raise UserError(f"--workers {workers}: take 1 to 1024")
     out = (out or data_root() / name).resolve()
-    _refuse_to_replace(out, spec, force)
+    _refuse_to_replace(out, spec, encoder, force)
     files = find_files(name, given, placed)
     if labelling is None and (encoder or any(file.format in ("csv", "tsv") for file in files)):
         labelling = Labelling()  # running text is neither kept in tables nor tokenised for an encoder
@@ -169,6 +169,9 @@ def _write_tokens(
             progress("tokenising", done, total)
     for split in SPLITS:
         if not counts[split]["tokens"]:
+            blank = next((file.path for file in files if file.split == split), None)
+            if blank and split != "train":
+                raise UserError(f"the {split} split of {name} is empty: {blank} holds no text of its own")
             found = sum(c["documents"] for c in counts.values())
             raise UserError(
                 f"the {split} split of {name} is empty: {found} document(s) are too few to draw it from; "
@@ -216,8 +219,8 @@ def _tokenizer(spec: str, pieces: list[Piece], rules: Rules, work: Path, progres
 
 def _training_texts(pieces: list[Piece], rules: Rules, total: int, progress: Progress) -> Iterator[str]:
     """Documents of the train split alone, from pieces spread evenly over the corpus."""
-    budget = sum(_piece_bytes(piece) for piece in pieces)
-    stride = max(1, round(budget / total))
+    pieces = [piece for piece in pieces if piece.file.split == "train"]
+    stride = max(1, round(sum(map(_piece_bytes, pieces)) / max(1, total)))
     seen = 0
     for piece in pieces[::stride]:
         texts = [text for text in documents(piece) if text]
@@ -291,9 +294,9 @@ _worker: tuple[Tokenizer, Rules, type]
 
 def _start_worker(spec: str, folder: Path, rules: Rules, dtype: type) -> None:
     global _worker
-    if multiprocessing.parent_process() is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-        leave_with_parent(signal.SIGKILL)
+        leave_with_parent(signal.SIGKILL, parent.pid or 0)
     _worker = (load_tokenizer(spec, folder), rules, dtype)
 
 
@@ -313,7 +316,11 @@ def _encode_piece(piece: Piece) -> PieceResult:
     parts: dict[str, SplitPart] = {}
     for text, size, split in zip(texts, map(len, raw), splits, strict=True):
         if split:
-            arrays.setdefault(split, []).extend((tokenizer.encode_array(text), end))
+            try:
+                arrays.setdefault(split, []).extend((tokenizer.encode_array(text), end))
+            except ValueError as error:  # of white space alone, a million characters are too many for GPT-2's
+                where = f"{piece.file.path}: the document that begins {text[:40]!r}"
+                raise UserError(f"{where} cannot be tokenised: {str(error)[:80]}") from None
             part = parts.setdefault(split, SplitPart())
             part.documents += 1
             part.text_bytes += size
@@ -322,7 +329,7 @@ def _encode_piece(piece: Piece) -> PieceResult:
     return PieceResult(parts, splits.count(""), len(everything) - len(texts), hashlib.sha256(hashes.tobytes()).digest())
 
 
-def _refuse_to_replace(out: Path, spec: str, force: bool) -> None:
+def _refuse_to_replace(out: Path, spec: str, encoder: Path | None, force: bool) -> None:
     """Never delete what is not ours, nor token files of another tokenizer without being told to."""
     if not out.exists():
         return
@@ -342,6 +349,8 @@ def _refuse_to_replace(out: Path, spec: str, force: bool) -> None:
             f"{out} holds {meta['tokenizer']} tokens: write these beside it with "
             f"--out {out}-{spec.replace(':', '')}, or replace it with --force"
         )
+    if not force and meta and encoder and meta["tokenizer_hash"] != encoder_tokenizer(encoder).hash:
+        raise UserError(f"{out} holds tokens of another encoder: write these elsewhere with --out, or use --force")
     if not force and meta is None and any(out.iterdir()):
         raise UserError(f"{out} holds token files without {META_FILE}: choose another --out, or replace with --force")
 

@@ -66,7 +66,8 @@ def show_meta(meta: dict[str, Any], out: Path | None) -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        f"{meta['tokenizer']} ({meta['vocab_size']:,} tokens, {meta['dtype']}) in {out or data_root() / meta['name']}"
+        f"{meta['tokenizer']} ({meta['vocab_size']:,} tokens, {meta['dtype']}) in {out or data_root() / meta['name']}",
+        markup=False,
     )
     for split, share in meta["drawn_from_train"].items():
         console.print(f"{split} was drawn from the training documents ({share:.1%} of them)")

@@ -6,6 +6,7 @@ to the piece in which it starts, so the pieces in order give every document once
 
 import hashlib
 import json
+import os
 import re
 import shlex
 import sysconfig
@@ -192,7 +193,12 @@ def _decode(raw: bytes, path: Path, offset: int) -> str:
             f"{path}: byte {offset + error.start} is not valid UTF-8: convert the file "
             "(for example: iconv -t utf-8) or leave it out"
         ) from None
-    return text.removeprefix("\ufeff").strip()
+    return _tidy(text.removeprefix("\ufeff"))
+
+
+def _tidy(text: str) -> str:
+    """A document as it is compared and tokenised, whatever ends its lines."""
+    return text.replace("\r\n", "\n").strip()
 
 
 def _json_text(raw: bytes, path: Path, offset: int) -> str:
@@ -207,7 +213,7 @@ def _json_text(raw: bytes, path: Path, offset: int) -> str:
         raise UserError(
             f'{path}, line {line}: expected an object {{"text": "…"}} in UTF-8 (labelled rows: --labelled)'
         ) from None
-    return text.strip()
+    return _tidy(text)
 
 
 def _open_parquet(path: Path):  # type: ignore[no-untyped-def]  # pyarrow is an extra
@@ -222,20 +228,27 @@ def _open_parquet(path: Path):  # type: ignore[no-untyped-def]  # pyarrow is an 
     return file
 
 
-def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    for batch in _open_parquet(path).iter_batches(batch_size=1024):
+def parquet_rows(path: Path, **options: Any) -> Iterator[dict[str, Any]]:
+    batches = _open_parquet(path).iter_batches(batch_size=1024, **options)
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as error:
+            raise UserError(f"{path} is damaged: {error}") from None
+        if batch is None:
+            return
         yield from batch.to_pylist()
 
 
 def _parquet_documents(piece: Piece) -> Iterator[str]:
-    names = _open_parquet(piece.file.path).schema_arrow.names
-    if "text" not in names:
-        raise UserError(f"{piece.file.path} has no column text, only: {', '.join(names)}")
-    for batch in _open_parquet(piece.file.path).iter_batches(
-        batch_size=1024, row_groups=list(range(piece.start, piece.stop)), columns=["text"]
-    ):
-        for text in batch.column(0).to_pylist():
-            yield (text or "").strip()
+    path, schema = piece.file.path, _open_parquet(piece.file.path).schema_arrow
+    if "text" not in schema.names:
+        raise UserError(f"{path} has no column text, only: {', '.join(schema.names)}")
+    kind = str(schema.field("text").type)
+    if "string" not in kind:
+        raise UserError(f"{path}: its column text holds {kind}, not text")
+    for row in parquet_rows(path, row_groups=list(range(piece.start, piece.stop)), columns=["text"]):
+        yield _tidy(row["text"] or "")
 
 
 _SPLIT_WORDS = {"train": "train", "valid": "val", "validation": "val", "val": "val", "dev": "val", "test": "test"}
@@ -250,6 +263,8 @@ def _local_files(given: dict[str, list[Path]]) -> list[SourceFile]:
     for said, path in ((said, path) for said, some in given.items() for path in some):
         if path.is_dir():
             known = {*_FORMATS, *_WHOLE_FILES}
+            if packed := next((p for p in path.rglob("*.gz") if Path(p.stem).suffix.lower() in known), None):
+                raise UserError(f"{packed} is compressed: unpack it (gunzip) or move it out of {path}")
             inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in known and _is_text(p, path))
             if not inside:
                 raise UserError(f"no text in folder {path}: expected files ending in {' '.join(sorted(known))}")
@@ -259,13 +274,22 @@ def _local_files(given: dict[str, list[Path]]) -> list[SourceFile]:
         else:
             raise UserError(f"no such file or folder: {path} (--from takes ordinary files and folders)")
     sources, seen = [], set()
+    sorted_out = any(_SPLIT_WORDS.get(named.parts[0].lower()) == "train" for _, named, _ in paths)
+
+    def by_folder(named: Path) -> str:
+        """A source file is called test_x.py for what it does: its split is that of its folder, where one is train."""
+        return _SPLIT_WORDS.get(named.parts[0].lower(), "train") if sorted_out else "train"
+
     for path, named, said in paths:
         if path.resolve() in seen:
             raise UserError(f"{path} is given twice")
         seen.add(path.resolve())
+        if not os.access(path, os.R_OK):
+            raise UserError(f"no right to read {path}: ask its owner, or leave it out")
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty: leave it out or give a file with text")
-        sources.append(SourceFile(path, said or _split_of(named), format_of(path)))
+        whole = path.suffix.lower() in _WHOLE_FILES
+        sources.append(SourceFile(path, said or (_split_of(named) if not whole else by_folder(named)), format_of(path)))
     if not any(source.split == "train" for source in sources):
         names = ", ".join(str(named) for _, named, _ in paths[:5])
         raise UserError(f"no training text: {names} are all validation or test files (--train PATH says otherwise)")
@@ -296,6 +320,8 @@ def format_of(path: Path) -> str:
         return known
     with open(path, "rb") as file:
         head = file.read(LOOK_AHEAD)
+    if head.startswith(b"\x1f\x8b"):
+        raise UserError(f"{path} is compressed: unpack it (gunzip)")
     for kind in ("marked", "wikitext"):
         if BOUNDARIES[kind].search(b"\n" + head):
             return kind
@@ -348,6 +374,8 @@ def download(name: str, cache: Path) -> list[SourceFile]:
                 file.writelines(row["text"] for row in rows)
         else:
             path = cache / f"{split}.parquet"
+            if corpus.labels and all(label == -1 for label in rows.unique(corpus.columns[-1])):
+                continue  # the hub keeps the labels of some splits to itself: what is missing is drawn from train
             _check_classes(name, rows)
             rows.select_columns(list(corpus.columns) or ["text"]).to_parquet(str(path))
         files.append(SourceFile(path, _split_of(Path(path.name)), format_of(path)))

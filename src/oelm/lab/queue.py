@@ -185,7 +185,7 @@ class Queue:
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
             environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        begin = time.time()
+        begin, queue = time.time(), os.getpid()
         process = subprocess.Popen(
             train_command(run, settings),
             stdin=subprocess.DEVNULL,
@@ -193,7 +193,7 @@ class Queue:
             stderr=errors,
             env=environment,
             start_new_session=True,  # Ctrl-C reaches the queue alone, which then asks its runs to leave
-            preexec_fn=lambda: leave_with_parent(signal.SIGTERM),
+            preexec_fn=lambda: leave_with_parent(signal.SIGTERM, queue),
         )
         where = f" on GPU {','.join(map(str, gpus))}" if gpus else ""
         self.say(f"{run.id}: {'resumed' if run.folder.last_step() else 'started'}{where} (pid {process.pid})")
