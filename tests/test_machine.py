@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,19 @@ kept = bytearray(100 * 2**20)
 print(len(kept), "hg" in heap_flags())
 """
     assert run(code) == f"{100 * 2**20} False"
+
+
+def test_a_process_whose_parent_died_before_it_could_ask_to_be_told_leaves_at_once(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, time
+from oelm.machine import leave_with_parent
+parent = os.getpid()
+if os.fork():
+    os._exit(0)
+time.sleep(0.3)
+leave_with_parent(signal.SIGKILL, parent)
+open({str(tmp_path / "left behind")!r}, "w").close()
+"""
+    run(code)
+    time.sleep(1.5)
+    assert list(tmp_path.iterdir()) == []
