@@ -14,9 +14,10 @@ from typing import Any
 
 from rich.table import Table
 
+from oelm import encoders
 from oelm.config import RunConfig
 from oelm.data.fit import open_fitting, usual_tokenizer
-from oelm.data.sources import prepare_command
+from oelm.data.sources import CORPORA, prepare_command
 from oelm.data.tokens import data_root
 from oelm.errors import UserError, nearest
 from oelm.lab.gpus import GpuPool
@@ -202,6 +203,8 @@ def _estimate_shape(config: RunConfig) -> Estimate:
     from oelm.model import cost
 
     evaluated, full, known = 0, 1.0, not config.num_epochs
+    if config.arch != encoders.GPT and not config.labels and config.dataset in CORPORA:
+        config = config.replace(labels=len(CORPORA[config.dataset].labels))
     with suppress(UserError):  # the data are not there to be counted
         config, data = open_fitting(config)
         splits, full, known = data.splits, data.fullness(config.seq_len), True
