@@ -190,7 +190,6 @@ def test_damaged_weights_are_refused(encoder, tmp_path):
         arm(tmp_path / "cut", "baseline")
 
 
-@pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason=f"{PACKAGE} is not installed")
 def test_weights_that_are_a_pickle_are_not_loaded(encoder, tmp_path):
     folder = shutil.copytree(encoder, tmp_path / "encoder")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -199,6 +198,7 @@ def test_weights_that_are_a_pickle_are_not_loaded(encoder, tmp_path):
         build_model(resolve({"arch": str(folder), "labels": 3}))
 
 
+@pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason=f"{PACKAGE} is not installed")
 def test_a_real_pretrained_encoder_gives_the_hidden_states_of_plain_transformers():
     from oelm.encoders import folder_of
 
