@@ -1,5 +1,6 @@
 import errno
 import json
+import shlex
 import shutil
 
 import numpy as np
@@ -161,6 +162,17 @@ def test_an_undecodable_file_leaves_nothing_behind(tmp_path, oelm):
     result = oelm("prepare", "bad", "--from", tmp_path / "bad.txt", "--tokenizer", "bytes", "--out", tmp_path / "d/bad")
     assert (result.code, "byte 20" in result.err) == (2, True)
     assert not (tmp_path / "d").exists()
+
+
+def test_it_says_what_makes_the_same_data_again_without_telling_where_the_files_lay(tmp_path, oelm, monkeypatch):
+    source = write_jsonl(tmp_path / "train.jsonl", make_documents(200))
+    val = write_jsonl(tmp_path / "my valid.jsonl", make_documents(20, seed=1))
+    command = prepare("x", [source, val], "bpe:300", tmp_path / "one", held_out=0.1)["command"]
+    expected = "oelm prepare x --from train.jsonl 'my valid.jsonl' --tokenizer bpe:300 --held_out 0.1 --out data/one"
+    assert command == expected
+    monkeypatch.chdir(tmp_path)
+    assert oelm(*shlex.split(command)[1:]).code == 0
+    assert tokens_of(tmp_path / "one", "train").tolist() == tokens_of(tmp_path / "data/one", "train").tolist()
 
 
 def test_foreign_files_and_other_tokenizers_are_never_replaced(tmp_path):

@@ -200,6 +200,14 @@ def test_the_command_has_the_criterion_and_the_baseline_that_were_asked_for(made
     assert f"oelm report outputs/{made.name} --lang en --baseline oelm_random --criterion 1.2\n" in text
 
 
+def test_the_data_are_made_again_as_the_runs_say(tmp_path):
+    make_run(tmp_path, "a", machine={"prepared": "oelm prepare x --from mine.txt"})
+    make_run(tmp_path, "b", seed=2)
+    text = read(tmp_path)
+    assert "oelm prepare x --from mine.txt\n" in text
+    assert "oelm prepare tinystories --tokenizer bytes --out data/tinystories\n" in text
+
+
 def test_it_prints_the_commands_that_make_it_again(tmp_path):
     for seed, name in enumerate(("first", "second"), 1):
         plan = tmp_path / f"{name}.toml"

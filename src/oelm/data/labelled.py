@@ -22,7 +22,7 @@ from oelm.data.splits import Rules
 from oelm.data.tokenizer import TOKENIZER_FILE, Template, Tokenizer, load_tokenizer, train_bpe
 from oelm.data.tokens import META_FILE, SPLITS, TokenData, keyed, make_meta, open_data
 from oelm.errors import UserError
-from oelm.files import fsync_file, write_atomic, write_json
+from oelm.files import fsync_file, write_atomic
 
 HELD_OUT = 0.1
 """Share of the training examples for each split that has no file."""
@@ -81,7 +81,6 @@ def write_labelled(
         "left_out": dict(skips.counts),
         "left_out_shown": str(skips),
     }
-    write_json(work / META_FILE, meta)
     return meta
 
 

@@ -9,6 +9,7 @@ which are appended in order.
 import hashlib
 import itertools
 import multiprocessing
+import shlex
 import shutil
 import signal
 from collections import deque
@@ -128,8 +129,28 @@ def prepare(
         else:
             meta = _write_tokens(name, files, spec, work, workers or cores(), held_out, progress)
         shutil.rmtree(work / "download", ignore_errors=True)
+        meta["command"] = _command(name, {"from": given, **(placed or {})}, tokenizer, out, labelling, held_out)
+        write_json(work / META_FILE, meta)
         _put_in_place(work, out)
     return meta
+
+
+def _command(
+    name: str, sources: Mapping[str, list[Path]], tokenizer: str | None, out: Path, labelling: Labelling | None,
+    held_out: float | None,
+) -> str:  # fmt: skip
+    """What makes the same data again, for whoever has the files: their names, not where they lie here."""
+    words = ["oelm", "prepare", name]
+    for flag, paths in sources.items():
+        words += [f"--{flag}", *(path.name for path in paths)] if paths else []
+    if tokenizer:
+        words += ["--tokenizer", Path(tokenizer).name if Path(tokenizer).is_dir() else tokenizer]
+    for flag, texts in (("labels", labelling.labels), ("columns", labelling.columns)) if labelling else ():
+        words += [f"--{flag}", ",".join(texts)] if texts and name not in CORPORA else []
+    if held_out is not None:
+        words += ["--held_out", f"{held_out:g}"]
+    place = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else Path("data", out.name)
+    return shlex.join([*words, "--out", str(place)] if place != Path("data", name) else words)
 
 
 def prepare_lock(out: Path) -> Path:
@@ -182,7 +203,6 @@ def _write_tokens(
         **make_meta(name, encoder, dtype, counts, rules.drawn, dropped, names_by_split(files), source.hexdigest()),
         "empty_documents": empty,
     }
-    write_json(work / META_FILE, meta)
     return meta
 
 

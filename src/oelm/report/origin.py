@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from oelm import encoders
 from oelm.data.sources import prepare_command
+from oelm.data.tokens import data_root, read_meta
+from oelm.errors import UserError
 from oelm.lab.outcome import Run
 from oelm.lab.score import ACCURACY, PERPLEXITY, Score
 from oelm.lab.stats import INCONCLUSIVE
@@ -66,10 +69,8 @@ def reproduce(verdict: Verdict, w: Words, options: str = "") -> Iterator[Block]:
                  for key in ("oelm", "git", "torch", "python")}  # fmt: skip
         yield Text(w("reproduce_text", version=facts["oelm"], commit=facts["git"], device=_devices(parts, w),
                      torch=facts["torch"], python=facts["python"]))  # fmt: skip
-    for name, prepared, tokenizer, labels in dict.fromkeys(
-        (r.config.dataset, _data_place(r), _tokenizer(r), tuple(map(str, r.data.get("labels", [])))) for r in study.runs
-    ):
-        yield Code(prepare_command(name, tokenizer, prepared, labels))
+    for command in dict.fromkeys(_preparation(run) for run in study.runs):
+        yield Code(command)
     home = Path("outputs") / study.root.resolve().name
     for plan in study.plans:
         place = home / plan.out.relative_to(study.root)
@@ -96,10 +97,18 @@ def _asked(verdict: Verdict) -> str:
     return (f" --baseline {quote(study.baseline)}" if study.baseline != known else "") + criterion
 
 
-def _data_place(run: Run) -> str:
-    """Where the run's own config looks for its data; a place on one machine is none for others."""
-    path = Path(run.config.data_path)
-    return str(path) if run.config.data_path and not path.is_absolute() else f"data/{run.config.dataset}"
+def _preparation(run: Run) -> str:
+    """What its data were made with, as the run says, or the data themselves where they lie here; else what is usual."""
+    said = (run.environment or [{}])[-1].get("prepared")
+    if said:
+        return str(said)
+    path = Path(run.config.data_path) if run.config.data_path else data_root() / run.config.dataset
+    with suppress(UserError):
+        meta = read_meta(path) or {}
+        if meta.get("command") and meta["source_hash"] == run.data.get("source_hash"):
+            return str(meta["command"])
+    place = str(path) if run.config.data_path and not path.is_absolute() else f"data/{run.config.dataset}"
+    return prepare_command(run.config.dataset, _tokenizer(run), place, tuple(map(str, run.data.get("labels", []))))
 
 
 def _tokenizer(run: Run) -> str:

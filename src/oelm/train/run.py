@@ -257,6 +257,7 @@ def _write_environment(
         "threads": torch.get_num_threads(),
         "processes": config.processes,
         "git": _git_commit(),
+        "prepared": (data.meta or {}).get("command"),
     }
     before = folder.read_environment()
     write_json(folder.environment, {"data": data.identity(), "parts": [*before, part]})
