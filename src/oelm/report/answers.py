@@ -46,11 +46,11 @@ def _claim(name: str, s: SettingVerdict, verdict: Verdict, w: Words, told: bool)
     gap = s.judgements[name].plain
     score = verdict.study.score
     low, high = sorted(score.change(bound) for bound in (gap.low, gap.high))
-    facts = {"arm": name, "baseline": verdict.study.baseline, "n": gap.n, "gap": f"{score.change(gap.mean):+.1f}",
-             "low": f"{low:+.1f}", "high": f"{high:+.1f}"}  # fmt: skip
-    better = "claim_better" if score.change(gap.mean) > 0 else "claim_worse"
+    change = score.change(gap.mean)
+    shown = {key: f"{value:+.1f}".replace("-", "−") for key, value in (("gap", change), ("low", low), ("high", high))}
+    better = "claim_better" if change > 0 else "claim_worse"
     key = "claim_one" if gap.n < 2 else better if told else "claim_open"
-    return w(key, **facts).replace("-", "−") if key != "claim_one" else w(key, **facts)
+    return w(key, arm=name, baseline=verdict.study.baseline, n=gap.n, **shown)
 
 
 def _rows(arm: Arm, baseline: Arm) -> Iterator[list[str]]:
