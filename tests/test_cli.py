@@ -74,6 +74,7 @@ def test_inspect_shows_a_table_of_parts_and_bounds(oelm):
     for text in ("attention q", "3,145,728", "41,751,040", "1.022", "1.071", "477.8 MiB"):
         assert text in shown
     assert "oelm_matched" in oelm("inspect", "--arms").out
+    assert json.loads(oelm("inspect", "--arms", "--json").out)["drawn"]["oelm_v2"]["freeze"] == "qk"
 
 
 def test_generate_continues_a_prompt_reproducibly(oelm, tiny, tmp_path):

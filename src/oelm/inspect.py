@@ -11,7 +11,12 @@ from oelm.arms import ARMS
 from oelm.config import RunConfig
 
 
-def show_arms() -> None:
+def show_arms(as_json: bool = False) -> None:
+    if as_json:
+        drawn = {name: arm.settings_for(False) for name, arm in ARMS.items()}
+        pretrained = {name: arm.settings_for(True) for name, arm in ARMS.items()}
+        print(json.dumps({"drawn": drawn, "pretrained": pretrained}, indent=2))
+        return
     for heading, pretrained in (("in a GPT, or any drawn model", False), ("in a pretrained encoder", True)):
         table = Table("arm", "settings", heading, box=None, header_style="bold", pad_edge=False)
         for name, arm in ARMS.items():

@@ -161,7 +161,7 @@ def _inspect(options: argparse.Namespace) -> None:
         show_policies()
         return
     if options.arms:
-        show_arms()
+        show_arms(as_json=options.json)
         return
     show_cost(config_of(options), as_json=options.json)
 
