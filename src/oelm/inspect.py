@@ -13,9 +13,9 @@ from oelm.config import RunConfig
 
 def show_arms(as_json: bool = False) -> None:
     if as_json:
-        drawn = {name: arm.settings_for(False) for name, arm in ARMS.items()}
-        pretrained = {name: arm.settings_for(True) for name, arm in ARMS.items()}
-        print(json.dumps({"drawn": drawn, "pretrained": pretrained}, indent=2))
+        kinds = {"drawn": False, "pretrained": True}
+        found = {kind: {name: arm.settings_for(is_) for name, arm in ARMS.items()} for kind, is_ in kinds.items()}
+        print(json.dumps(found, indent=2))
         return
     for heading, pretrained in (("in a GPT, or any drawn model", False), ("in a pretrained encoder", True)):
         table = Table("arm", "settings", heading, box=None, header_style="bold", pad_edge=False)
