@@ -14,8 +14,8 @@ from oelm.config import RunConfig
 def show_arms(as_json: bool = False) -> None:
     if as_json:
         kinds = {"drawn": False, "pretrained": True}
-        found = {kind: {name: arm.settings_for(is_) for name, arm in ARMS.items()} for kind, is_ in kinds.items()}
-        print(json.dumps(found, indent=2))
+        every = {kind: {name: arm.settings_for(is_) for name, arm in ARMS.items()} for kind, is_ in kinds.items()}
+        print(json.dumps(every, indent=2))
         return
     for heading, pretrained in (("in a GPT, or any drawn model", False), ("in a pretrained encoder", True)):
         table = Table("arm", "settings", heading, box=None, header_style="bold", pad_edge=False)
