@@ -350,11 +350,11 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
     for source in (file, flags):
         if "max_steps" in source and "num_epochs" not in source:
             found["num_epochs"] = flags.get("num_epochs", 0.0)
-    if "max_steps" in flags and flags.get("num_epochs"):
-        raise UserError("--max_steps and --num_epochs both say how long the run is: give one of them")
     if shape and "seq_len" not in given:
         found["seq_len"] = min(found["seq_len"], encoders.longest(arch))
     config = build(found)
+    if {"max_steps", "num_epochs"} <= flags.keys() and config.num_epochs:
+        raise UserError("--max_steps and --num_epochs both say how long the run is: give one of them")
     other = next((key for key in shape if key != "vocab_size" and getattr(config, key) != shape[key]), None)
     if other:
         raise UserError(f"{other} {found[other]}: arch {arch} has {shape[other]}")

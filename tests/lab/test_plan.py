@@ -119,6 +119,7 @@ def test_the_last_word_on_how_long_a_run_is_counts(tmp_path):
     assert {r.config.num_epochs for r in plan.runs if r.id != "GPT-01"} == {3}
     short = load(tmp_path, text, max_steps="30")
     assert {(r.config.num_epochs, r.config.max_steps) for r in short.runs} == {(0, 30)}
+    assert load(tmp_path, text, max_steps="30", num_epochs="0").runs[0].config.max_steps == 30
     short.leave_copy()
     again = load_plan(tmp_path / "out/plan.plan.toml", tmp_path / "out")
     assert [run.config for run in again.runs] == [run.config for run in short.runs]

@@ -269,10 +269,6 @@ class _Reader:
         if not isinstance(processes, int) or not 1 <= processes <= 1024:
             self.refuse(f"gpus_per_run {processes!r} must be a number from 1 to 1024", "gpus_per_run")
         settings = _over(settings, self.overrides)
-        if settings.get("num_epochs") and "max_steps" in settings:
-            self.refuse(
-                f"run {name}: max_steps and num_epochs both say how long it is: give one", "max_steps", run=name
-            )
         if ":" in str(settings.get("dataset", "")):
             self.refuse(
                 f"dataset {settings['dataset']}: prepare the file (oelm prepare NAME --train FILE), then say NAME"
@@ -297,6 +293,8 @@ class _Reader:
             if key in self.overrides:
                 raise UserError(f"--set {key}={self.overrides[key]}: {error}") from None
             self.refuse(f"run {name}: {error}", "arm" if key == "model_type" and self._says_arm() else key, run=name)
+        if "max_steps" in settings and run.config.num_epochs:
+            self.refuse(f"run {name}: max_steps and num_epochs both say how long it is", "max_steps", run=name)
         return run
 
     def _says_arm(self) -> bool:
