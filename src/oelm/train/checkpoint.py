@@ -109,15 +109,13 @@ def newest(folder: RunFolder, warn: Callable[[str], None], at_most: int = 10**9)
 
     None: there is none to look at. Where all are damaged, nothing is trained anew unasked.
     """
-    found = [path for path in folder.path.glob("step-*") if path.name[5:13].isdigit()]
-    candidates = sorted(found, key=lambda p: (p.name[:13], p.suffix != ".old"), reverse=True)
-    candidates = [path for path in candidates if int(path.name[5:13]) <= at_most]
-    for path in candidates:
+    found = [(step, path.suffix != ".old", path) for step, path in folder.checkpoints() if step <= at_most]
+    for _, _, path in sorted(found, reverse=True):
         try:
             return load(path)
         except ValueError as error:
             warn(f"WARNING: checkpoint {path} is damaged ({error}): falling back to the one before it")
-    if candidates:
+    if found:
         raise UserError(
             f"every checkpoint in {folder.path} is damaged: restore a copy, or start again in another --out_dir"
         )
@@ -183,8 +181,8 @@ def prune(folder: RunFolder, save_interval: int, keep_saves: int) -> None:
 
 def set_aside(folder: RunFolder, step: int) -> None:
     """Rename what lies behind the step that a run goes on from: it must not count among the newest checkpoints."""
-    for path in folder.path.glob("step-*"):
-        if path.name[5:13].isdigit() and int(path.name[5:13]) > step:
+    for there, path in folder.checkpoints():
+        if there > step:
             aside = path.with_name(f"aside-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)

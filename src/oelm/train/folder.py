@@ -124,8 +124,11 @@ class RunFolder:
 
     def last_step(self) -> int:
         """Step of the newest checkpoint, by name alone."""
-        steps = [int(p.name[5:13]) for p in self.path.glob("step-*") if p.name[5:13].isdigit()]
-        return max(steps, default=0)
+        return max((step for step, _ in self.checkpoints()), default=0)
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """Step and folder of every checkpoint, by name alone; what is being replaced (.old) included."""
+        return [(int(p.name[5:13]), p) for p in self.path.glob("step-*") if p.name[5:13].isdigit()]
 
 
 @contextmanager
