@@ -318,6 +318,10 @@ OPERATIONAL = frozenset(
 )  # fmt: skip
 
 
+LENGTHS = ("max_steps", "num_epochs")
+"""Two ways to say how long a run is; no epochs means that it is in steps."""
+
+
 def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> RunConfig:
     """Defaults < preset < arm < file < flags, as one checked config.
 
@@ -345,15 +349,11 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
     settings = ARMS[arm].settings_for(encoders.is_pretrained(arch))
     if settings is None:
         raise UserError(f"the arm {arm} is for pretrained encoders: name one with --arch")
-    found = {**PRESETS[preset], **shape, **settings, **file, **flags, "preset": preset}
-    given = {*file, *flags}
-    for source in (file, flags):
-        if "max_steps" in source and "num_epochs" not in source:
-            found["num_epochs"] = flags.get("num_epochs", 0.0)
-    if shape and "seq_len" not in given:
+    found = {**overlay(overlay({**PRESETS[preset], **shape, **settings}, file), flags), "preset": preset}
+    if shape and "seq_len" not in {*file, *flags}:
         found["seq_len"] = min(found["seq_len"], encoders.longest(arch))
     config = build(found)
-    if {"max_steps", "num_epochs"} <= flags.keys() and config.num_epochs:
+    if flags.keys() >= {*LENGTHS} and config.num_epochs:
         raise UserError("--max_steps and --num_epochs both say how long the run is: give one of them")
     other = next((key for key in shape if key != "vocab_size" and getattr(config, key) != shape[key]), None)
     if other:
@@ -361,6 +361,13 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
     if shape and config.seq_len > encoders.longest(arch):
         raise UserError(f"seq_len {config.seq_len}: {arch} has positions for {encoders.longest(arch)}")
     return config
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of both; `above` wins, and whichever way it says how long a run is, so it does over the other."""
+    in_epochs = str(above.get("num_epochs", 0)).strip("0.") != ""
+    says = in_epochs or "max_steps" in above
+    return {**{key: value for key, value in below.items() if not (says and key in LENGTHS)}, **above}
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:

@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 import tomli_w
 
 from oelm.arms import ARMS
-from oelm.config import ARM_KEYS, RunConfig, load_toml, resolve
+from oelm.config import ARM_KEYS, LENGTHS, RunConfig, load_toml, overlay, resolve
 from oelm.errors import UserError, nearest
 from oelm.files import without_links, write_atomic
 from oelm.lab.score import score_in
@@ -46,8 +46,6 @@ from oelm.train.folder import RunFolder
 MAX_RUNS = 10_000
 LEAST_CRITERION, MOST_CRITERION = 0.5, 2.0
 COPY = ".plan.toml"
-RIVALS = {"max_steps": "num_epochs", "num_epochs": "max_steps"}
-"""Two ways to say one thing: whichever is said last, or nearer to the run, counts."""
 TABLES = ("out", "defaults", "arms", "matrix", "select", "run", "verdict")
 
 
@@ -156,16 +154,13 @@ class _Reader:
         for key, value in overrides.items():
             if key not in RunConfig.model_fields:
                 raise UserError(f"--set {key}={value}: unknown setting; {nearest(key, RunConfig.model_fields)}")
-            for name in (key, RIVALS.get(key, key)):
+            for name in LENGTHS if key in LENGTHS else (key,):
                 if any(isinstance(matrix.get(name), list) for matrix in self.matrices):
                     raise UserError(f"--set {key}={value}: the plan's [matrix] multiplies {name}; change it there")
             for arm in (name for name, own in self.arms.items() if key in own):
                 raise UserError(f"--set {key}={value}: the plan's [arms.{arm}] decides {key}; change it there")
-        kept = [_over(matrix, overrides).keys() & matrix.keys() for matrix in self.matrices]
-        self.matrices = [
-            {key: overrides.get(key, value) for key, value in matrix.items() if key in keys}
-            for matrix, keys in zip(self.matrices, kept, strict=True)
-        ]
+        laid_over = [(matrix, overlay(matrix, overrides)) for matrix in self.matrices]
+        self.matrices = [{key: found[key] for key in matrix if key in found} for matrix, found in laid_over]
 
     def read(self) -> Plan:
         fixed, choices = [], []
@@ -223,9 +218,9 @@ class _Reader:
         if "matrix" in kept:
             kept["matrix"] = self.matrices if isinstance(kept["matrix"], list) else self.matrices[0]
         if "run" in kept:
-            left = [_over(run, self.overrides) for run in self._list("run")]
+            left = [overlay(run, self.overrides) for run in self._list("run")]
             kept["run"] = [{k: v for k, v in run.items() if k not in self.overrides} for run in left]
-        return {**kept, "defaults": _over(self.defaults, self.overrides)}
+        return {**kept, "defaults": overlay(self.defaults, self.overrides)}
 
     def _table(self, name: str) -> dict[str, Any]:
         table = self.content.get(name, {})
@@ -256,7 +251,7 @@ class _Reader:
         return {"model_type": "baseline", **settings, "label": name}
 
     def _run(self, entry: dict[str, Any]) -> PlannedRun:
-        settings = _over(self.defaults, entry)
+        settings = overlay(self.defaults, entry)
         arm = settings.get("model_type", "")
         if not isinstance(arm, str):
             self.refuse(f"arm {arm!r} must be the name of one arm", "arm" if self._says_arm() else "model_type")
@@ -268,7 +263,7 @@ class _Reader:
             self.refuse(f"a [[run]] needs an id of letters, digits, - and _, not {name!r}", "id" if name else "[run]")
         if not isinstance(processes, int) or not 1 <= processes <= 1024:
             self.refuse(f"gpus_per_run {processes!r} must be a number from 1 to 1024", "gpus_per_run")
-        settings = _over(settings, self.overrides)
+        settings = overlay(settings, self.overrides)
         if ":" in str(settings.get("dataset", "")):
             self.refuse(
                 f"dataset {settings['dataset']}: prepare the file (oelm prepare NAME --train FILE), then say NAME"
@@ -350,12 +345,6 @@ class _Reader:
         if criterion is not None and not (number and LEAST_CRITERION < criterion < MOST_CRITERION):
             self.refuse(f"criterion {criterion!r} in [verdict] must be a ratio such as 1.05", "criterion")
         return table
-
-
-def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """The settings of both, where `above` wins, also over the rivals of what it says."""
-    beaten = {RIVALS[key] for key in above if key in RIVALS} - above.keys()
-    return {**{key: value for key, value in below.items() if key not in beaten}, **above}
 
 
 def load_plan(path: Path, out: Path | None = None, overrides: dict[str, Any] | None = None) -> Plan:
