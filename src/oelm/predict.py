@@ -10,8 +10,8 @@ from typing import Any, TextIO
 
 import torch
 
+from oelm.data.documents import SourceFile, format_of
 from oelm.data.examples import TEXT_COLUMNS, Skips, check_columns, is_text, records
-from oelm.data.sources import SourceFile, format_of
 from oelm.data.tokenizer import Template
 from oelm.errors import UserError
 from oelm.generate import load_run

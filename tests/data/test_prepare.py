@@ -37,7 +37,7 @@ def test_token_files_equal_a_plain_loops(tmp_path):
     val = write_jsonl(tmp_path / "val.jsonl", ["held out one", "held out two"])
     test = write_jsonl(tmp_path / "test.jsonl", ["a test"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("oelm.data.sources.PIECE_BYTES", 3_000)
+        patch.setattr("oelm.data.documents.PIECE_BYTES", 3_000)
         meta = prepare("x", [source, val, test], "bytes", tmp_path / "out", workers=2)
     for split, expected in (("train", texts), ("val", ["held out one", "held out two"]), ("test", ["a test"])):
         loop = [i for text in expected for i in [*text.encode(), 256]]

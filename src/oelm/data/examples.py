@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oelm.data.sources import SourceFile, parquet_rows
+from oelm.data.documents import SourceFile, parquet_rows
 from oelm.errors import UserError
 
 TEXT_COLUMNS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("question", "sentence"), ("text",),

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from oelm import encoders
 from oelm.config import RunConfig
+from oelm.data.documents import format_of
 from oelm.data.examples import Labelling
 from oelm.data.labelled import open_labelled
 from oelm.data.prepare import prepare, prepare_lock
-from oelm.data.sources import format_of
 from oelm.data.tokenizer import encoder_tokenizer
 from oelm.data.tokens import META_FILE, TokenData, check_data, data_root, open_data
 from oelm.errors import UserError

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from oelm.data.documents import SourceFile, hash_texts
 from oelm.data.examples import Examples, Labelling, read_examples
-from oelm.data.sources import SourceFile, hash_texts, names_by_split
+from oelm.data.sources import names_by_split
 from oelm.data.splits import Rules
 from oelm.data.tokenizer import TOKENIZER_FILE, Template, Tokenizer, load_tokenizer, train_bpe
 from oelm.data.tokens import META_FILE, SPLITS, TokenData, keyed, make_meta, open_data

@@ -24,19 +24,10 @@ from typing import Any
 import numpy as np
 
 from oelm import encoders
+from oelm.data.documents import Piece, SourceFile, cut, documents, hash_texts
 from oelm.data.examples import Labelling
 from oelm.data.labelled import write_labelled
-from oelm.data.sources import (
-    CORPORA,
-    Piece,
-    SourceFile,
-    cut,
-    documents,
-    download,
-    find_files,
-    hash_texts,
-    names_by_split,
-)
+from oelm.data.sources import CORPORA, download, find_files, names_by_split
 from oelm.data.splits import Rules
 from oelm.data.tokenizer import (
     TOKENIZER_FILE,
