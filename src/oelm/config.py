@@ -279,18 +279,7 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
 GROUPS: tuple[type[_Fields], ...] = (ArmFields, ModelFields, DataFields, OptimFields, RunFields)
 ARM_KEYS = tuple(key for key in ArmFields.model_fields if key not in ("model_type", "label"))
 """What makes an arm."""
-EXTRAS = (
-    "key_shift",
-    "key_conv",
-    "core",
-    "lora",
-    "qk_gain",
-    "temperature",
-    "qk_norm",
-    "qk_bias",
-    "relative_bias",
-    "rope",
-)
+EXTRAS = ARM_KEYS[ARM_KEYS.index("key_shift") :]
 """Additions to the attention that a baseline can have, too."""
 
 PRESETS: dict[str, dict[str, Any]] = {
