@@ -183,15 +183,7 @@ def contest(
     )
 
 
-HEADINGS = [
-    "model",
-    "ms",
-    "tokens/s",
-    "of peak",
-    "speed-up",
-    "theory",
-    "memory",
-]
+HEADINGS = ["model", "ms", "tokens/s", "of peak", "speed-up", "theory", "memory"]
 
 
 def table(found: Contest) -> tuple[list[str], list[list[str]]]:
