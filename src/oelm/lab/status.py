@@ -87,19 +87,17 @@ class RunWatcher:
         summary = self.folder.read_summary() or {}
         alive = self.folder.alive()
         state = "running" if alive else next((end for end in ENDED if end == summary.get("state")), "died")
-        last = self._last_part()
+        parts = self.folder.read_environment() or [{}]
         score = score_of(config)
         last_score = score.shown(self.val[max(self.val)]) if self.val else 0.0
-        started = self._first_start()
         ended = summary.get("finished") or summary.get("ended") if not alive else None
-        device = str(last.get("visible_gpus") or "") if str(last.get("device", "")).startswith("cuda") else ""
         return RunStatus(
             id=self.id,
             arm=config.arm,
             state=state,
             step=self.train.get("step", 0),
             max_steps=config.max_steps,
-            started=started,
+            started=parts[0].get("started"),
             finished=ended if state == "finished" else None,
             elapsed=self.worked,
             left=self._left(config) if alive else None,
@@ -107,7 +105,7 @@ class RunWatcher:
             val_ppl=last_score if self.val and score is PERPLEXITY else None,
             val_accuracy=last_score / 100 if self.val and score is ACCURACY else None,
             val_step=max(self.val, default=None),
-            gpu=device or None,
+            gpu=parts[-1].get("visible_gpus"),
             pid=self.folder.holder()[0] if alive else None,
             reason=str(summary.get("reason", "")) if not alive else "",
             path=str(self.folder.path),
@@ -149,16 +147,6 @@ class RunWatcher:
                 if isinstance(record.get(score.summary), float | int):
                     self.val[record["step"]] = score.from_record(record[score.summary])
                 self.val_seconds.append(record.get("seconds", 0.0))
-
-    def _parts(self) -> list[dict[str, Any]]:
-        return self.folder.read_environment()
-
-    def _first_start(self) -> str | None:
-        parts = self._parts()
-        return parts[0]["started"] if parts else None
-
-    def _last_part(self) -> dict[str, Any]:
-        return (self._parts() or [{}])[-1]
 
 
 class LabWatcher:

@@ -1,5 +1,6 @@
 """A whole run: check everything, claim the folder, train, and write down what came of it."""
 
+import os
 import re
 import shutil
 import signal
@@ -254,6 +255,7 @@ def _write_environment(
         "numpy": numpy.__version__,
         "device": device,
         "device_name": torch.cuda.get_device_name() if device.startswith("cuda") else machine["cpu"],
+        "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES") if device.startswith("cuda") else None,
         "threads": torch.get_num_threads(),
         "processes": config.processes,
         "git": _git_commit(),
