@@ -99,8 +99,6 @@ def _parameters(runs: list[PlannedRun], options: dict[str, Any]) -> dict[str, An
         parameters["slurm_partition"] = options["partition"]
     if options.get("gres"):
         additional["gres"] = options["gres"]
-    elif max(run.processes for run in runs) > 1 and options.get("gpu"):
-        additional["gres"] = f"gpu:{max(run.processes for run in runs)}"
     if options.get("mem"):
         additional["mem"] = options["mem"]
     parameters["slurm_additional_parameters"] = additional

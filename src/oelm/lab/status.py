@@ -13,6 +13,7 @@ from oelm.errors import UserError
 from oelm.files import without_links
 from oelm.lab.plan import PlannedRun, left_plans
 from oelm.lab.score import ACCURACY, PERPLEXITY, score_of
+from oelm.lab.slurm import queued_jobs
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
 
@@ -166,7 +167,7 @@ class LabWatcher:
             self._runs.setdefault(path, RunWatcher(path, self._name(path)))
         for path in [path for path, watcher in self._runs.items() if watcher.planned is None and not path.exists()]:
             del self._runs[path]
-        queued = _slurm_jobs(self.root)
+        queued = queued_jobs(self.root)
         found = [self._with_job(watcher.look(), queued) for watcher in self._runs.values()]
         return [self._with_gap(path, status) for path, status in zip(self._runs, found, strict=True)]
 
@@ -222,10 +223,3 @@ def watch_folder(root: Path) -> LabWatcher:
     if not root.is_dir():
         raise UserError(f"no such folder: {root}")
     return LabWatcher(root)
-
-
-def _slurm_jobs(root: Path) -> dict[Path, str]:
-    """Runs that Slurm still has in its queue, by folder; empty without Slurm jobs below `root`."""
-    from oelm.lab.slurm import queued_jobs
-
-    return queued_jobs(root)
