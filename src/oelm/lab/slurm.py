@@ -71,7 +71,7 @@ def submit(plan: Plan, runs: list[PlannedRun], out: Path, options: dict[str, Any
     if not todo:
         return []
     executor = submitit.AutoExecutor(folder=out / ".slurm", cluster="slurm")
-    executor.update_parameters(name="oelm", slurm_array_parallelism=len(todo), **_parameters(todo, options))
+    executor.update_parameters(name="oelm", slurm_array_parallelism=len(todo), **_parameters(options))
     threads = int(options.get("cpus") or 1)
     jobs = []
     try:
@@ -91,7 +91,7 @@ def submit(plan: Plan, runs: list[PlannedRun], out: Path, options: dict[str, Any
     return ids
 
 
-def _parameters(runs: list[PlannedRun], options: dict[str, Any]) -> dict[str, Any]:
+def _parameters(options: dict[str, Any]) -> dict[str, Any]:
     parameters: dict[str, Any] = {"timeout_min": options.get("minutes") or 24 * 60, "nodes": 1, "tasks_per_node": 1}
     parameters["cpus_per_task"] = int(options.get("cpus") or 1)
     additional = {"requeue": True, "open-mode": "append"}

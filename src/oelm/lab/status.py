@@ -106,7 +106,7 @@ class RunWatcher:
             val_ppl=last_score if self.val and score is PERPLEXITY else None,
             val_accuracy=last_score / 100 if self.val and score is ACCURACY else None,
             val_step=max(self.val, default=None),
-            gpu=parts[-1].get("visible_gpus"),
+            gpu=str(parts[-1].get("visible_gpus") or "") or None,
             pid=self.folder.holder()[0] if alive else None,
             reason=str(summary.get("reason", "")) if not alive else "",
             path=str(self.folder.path),
