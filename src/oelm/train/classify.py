@@ -1,7 +1,6 @@
 """The classification task: sentences or pairs with labels, padded batches of like length, accuracy and macro-F1."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +14,13 @@ from oelm.model.build import build_model
 from oelm.model.encoder import Change, audit_lines, build_encoder
 from oelm.train.distributed import World
 from oelm.train.metrics import macro_f1
-from oelm.train.task import Batch, Evaluation, Interrupted, evaluation_tokens
+from oelm.train.task import Batch, Evaluation, Interrupted, Task, evaluation_tokens
 
 
-class Classification:
+class Classification(Task):
+    data: LabelledData
+    order: BucketOrder
+
     def __init__(self, config: RunConfig, data: LabelledData, world: World) -> None:
         self.config, self.data, self.world = config, data, world
         self.lengths = {split: data.lengths(split, config.seq_len) for split in data.rows}
@@ -70,18 +72,6 @@ class Classification:
         values = {"loss": total / len(labels), "accuracy": float((answers == labels).mean()),
                   "f1": macro_f1(labels, answers, self.config.labels), "examples": len(labels)}  # fmt: skip
         return Evaluation(values, answers=np.stack([labels, answers], 1) if split == "test" else None)
-
-    def sample(self, model: nn.Module) -> dict[str, list[int]]:
-        return {}
-
-    def has_split(self, split: str) -> bool:
-        return split in self.data.rows
-
-    def epochs(self, steps: int) -> float:
-        return self.order.epochs(steps)
-
-    def identity(self) -> dict[str, Any]:
-        return self.data.identity()
 
 
 def pad(examples: Sequence[tuple[np.ndarray, np.ndarray]], padding: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ from oelm.model.gpt import GPT
 from oelm.model.sample import sample
 from oelm.train.distributed import World
 from oelm.train.metrics import perplexity
-from oelm.train.task import Batch, Evaluation, Interrupted, evaluation_tokens
+from oelm.train.task import Batch, Evaluation, Interrupted, Task, evaluation_tokens
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 120
 
 
-class LanguageModelling:
+class LanguageModelling(Task):
     def __init__(self, config: RunConfig, data: TokenData, world: World) -> None:
         self.config, self.data, self.world = config, data, world
         self.order = WindowOrder(len(data.splits["train"]), config.seq_len, config.windows_per_step, config.seed)
@@ -70,18 +70,6 @@ class LanguageModelling:
         prompt = self.data.splits["val"][:PROMPT_TOKENS].tolist()
         ids = sample(cast(GPT, model), prompt, SAMPLE_TOKENS, temperature=0.8, top_k=50, top_p=1.0, seed=0)
         return {"prompt": prompt, "sample": list(ids)}
-
-    def opening(self) -> list[str]:
-        return []
-
-    def has_split(self, split: str) -> bool:
-        return split in self.data.splits
-
-    def epochs(self, steps: int) -> float:
-        return self.order.epochs(steps)
-
-    def identity(self) -> dict[str, Any]:
-        return self.data.identity()
 
 
 class _DocumentSums:

@@ -96,7 +96,7 @@ class Trainer:
     ) -> None:
         self.config, self.task, self.world, self.folder, self.reporter = config, task, world, folder, reporter
         self.stop = StopRequest()
-        self.state = State(started=started, data=task.identity(), config_hash=config.identity())
+        self.state = State(started=started, data=task.data.identity(), config_hash=config.identity())
         self.model = task.build_model().to(world.device)
         self.update = Update(self.model, config, world, task.loss)
         self._born = time.perf_counter()
@@ -178,7 +178,7 @@ class Trainer:
         """Validate (and at the end test), then save: the metrics of a checkpoint's step always stand before it."""
         state = self.state
         ends = state.step == self.config.max_steps and self.config.use_test
-        splits = ["val", *(["test"] if ends and self.task.has_split("test") else [])]
+        splits = ["val", *(["test"] if ends and "test" in self.task.data.splits else [])]
         self.model.eval()
         for split in splits:
             begin = time.perf_counter()

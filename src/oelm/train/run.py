@@ -67,7 +67,10 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
             with _named_failures(world.size):
                 trainer = Trainer(config, task, world, folder, reporter, machine["started"])
                 if world.leads:
-                    for line in [*_opening(config, task.epochs(config.max_steps), world.device.type), *task.opening()]:
+                    for line in [
+                        *_opening(config, task.order.epochs(config.max_steps), world.device.type),
+                        *task.opening(),
+                    ]:
                         reporter.say(line)
                 state = trainer.run(resume)
         except (Stopped, RunFailed, UserError) as error:
@@ -84,7 +87,7 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
             if world.leads:
                 trainer.model.eval()
                 write_json(folder.sample, task.sample(trainer.model))
-                summary = finish(folder, config, state.__dict__, task.epochs(config.max_steps))
+                summary = finish(folder, config, state.__dict__, task.order.epochs(config.max_steps))
                 reporter.say(_closing(summary))
         finally:
             reporter.close()

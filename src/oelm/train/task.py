@@ -3,11 +3,14 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from oelm.data.labelled import BucketOrder
+from oelm.data.tokens import TokenData, WindowOrder
 
 Batch = tuple[Tensor, ...]
 
@@ -37,6 +40,9 @@ class Interrupted(Exception):
 
 
 class Task(Protocol):
+    data: TokenData
+    order: WindowOrder | BucketOrder
+
     def build_model(self) -> nn.Module:
         """The model with its initial weights, on the CPU."""
         ...
@@ -53,23 +59,13 @@ class Task(Protocol):
         """The same on every process; may raise Interrupted."""
         ...
 
-    def has_split(self, split: str) -> bool: ...
-
     def sample(self, model: nn.Module) -> dict[str, list[int]]:
         """A prompt and what the model makes of it, as token ids; nothing for tasks that do not speak."""
-        ...
+        return {}
 
     def opening(self) -> list[str]:
         """What people want to know of the data and the model before they wait."""
-        ...
-
-    def epochs(self, steps: int) -> float:
-        """How often the training data were seen after `steps` updates."""
-        ...
-
-    def identity(self) -> dict[str, Any]:
-        """Hashes of data and tokenizer."""
-        ...
+        return []
 
 
 class ReadAhead:
