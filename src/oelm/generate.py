@@ -12,10 +12,9 @@ from oelm import encoders
 from oelm.config import RunConfig
 from oelm.data.tokenizer import Tokenizer, load_tokenizer
 from oelm.errors import UserError
-from oelm.model import freeze
 from oelm.model.build import skeleton
 from oelm.model.encoder import empty_encoder
-from oelm.train.checkpoint import Checkpoint, load_frozen, load_weights, pick
+from oelm.train.checkpoint import Checkpoint, give_weights, pick
 from oelm.train.distributed import pick_device
 from oelm.train.folder import RunFolder
 
@@ -34,16 +33,7 @@ def load_run(run: Path, which: str, device: str, warn: Callable[[str], None]) ->
     config = folder.config()
     found = pick(folder, which, warn)
     model = _skeleton(folder, config)
-    once = freeze.policy_of(model, config).always(name for name, _ in model.named_parameters())
-    frozen = load_frozen(folder) if once else {}
-    try:
-        load_weights(model, {**found.model, **frozen}, assign=True)
-    except RuntimeError as error:
-        raise UserError(
-            f"{folder.config_file} does not describe the checkpoint: {str(error).splitlines()[-1]}"
-        ) from None
-    if freeze.fingerprint(model, frozen) != found.state.get("frozen_hash"):
-        raise UserError(f"{folder.frozen} is damaged: its frozen parameters are not those of the run")
+    give_weights(model, found, folder, config, assign=True)
     return LoadedRun(model.to(pick_device(device)).eval(), _tokenizer_of(folder, found), found.state["data"])
 
 

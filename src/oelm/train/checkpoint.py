@@ -21,8 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from oelm.config import RunConfig
 from oelm.errors import UserError
 from oelm.files import fsync_file, fsync_folder, sha256_file, write_json
+from oelm.model import freeze
 from oelm.train.folder import RunFolder
 
 Tensors = dict[str, Tensor]
@@ -141,20 +143,28 @@ def pick(folder: RunFolder, which: str, warn: Callable[[str], None]) -> Checkpoi
     return found
 
 
-def load_frozen(folder: RunFolder) -> Tensors:
-    """The tensors that are frozen for the whole run."""
+def give_weights(
+    model: nn.Module, found: Checkpoint, folder: RunFolder, config: RunConfig, assign: bool = False
+) -> None:
+    """Give the model every parameter, each once: of those that layers share, files know one name only.
+
+    What is frozen for the whole run comes from its own file, and must still be what it was at the start.
+    """
+    own = [name for name, _ in model.named_parameters()]
+    once = freeze.policy_of(model, config).always(own)
     try:
-        return load_file(folder.frozen)
+        tensors = {**found.model, **(load_file(folder.frozen) if once else {})}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder.frozen} is damaged or missing ({error}): restore it from a copy") from None
-
-
-def load_weights(model: nn.Module, tensors: Tensors, assign: bool = False) -> None:
-    """Give the model every parameter, each once: of those that layers share, files know one name only."""
-    own = {name for name, _ in model.named_parameters()}
-    if own != tensors.keys():
-        raise RuntimeError(f"parameters differ: {', '.join(sorted(own ^ tensors.keys())[:4])}")
-    model.load_state_dict(tensors, strict=False, assign=assign)
+    try:
+        if tensors.keys() != {*own}:
+            raise RuntimeError(f"parameters differ: {', '.join(sorted({*own} ^ tensors.keys())[:4])}")
+        model.load_state_dict(tensors, strict=False, assign=assign)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1]
+        raise UserError(f"{folder.config_file} does not describe the checkpoint: {reason}") from None
+    if freeze.fingerprint(model, once) != found.state.get("frozen_hash"):
+        raise UserError(f"{folder.frozen} is damaged: its frozen parameters are not those of the run")
 
 
 def point_at(folder: RunFolder, found: Checkpoint, best_step: int) -> None:

@@ -52,13 +52,7 @@ class State:
         """A state read from a checkpoint; refused if a field is missing or of another type."""
         blank = asdict(cls())
         for name, default in blank.items():
-            kinds = (
-                (float, int, type(None))
-                if name == "best_loss"
-                else (float, int)
-                if name == "elapsed"
-                else type(default)
-            )
+            kinds = {"best_loss": float | int | None, "elapsed": float | int}.get(name, type(default))
             if not isinstance(values.get(name), kinds):
                 raise UserError(f"{path / 'state.json'} is damaged: {name} is {values.get(name)!r}")
         return cls(**{name: values[name] for name in blank})
@@ -104,9 +98,7 @@ class Trainer:
     def run(self, resume: bool) -> State:
         """Train to the end; raises Stopped or RunFailed with the last good state on disk."""
         config, state = self.config, self.state
-        if resume:
-            self._restore()
-        elif self.world.leads and self.update.stored_once:
+        if not (resume and self._restore()) and self.world.leads and self.update.stored_once:
             self._write_frozen()
         state.frozen_hash = freeze.fingerprint(self.model, self.update.stored_once)
         self._audit = FreezeAudit(self.folder.audit, self.model, state.step, writes=self.world.leads)
@@ -229,8 +221,8 @@ class Trainer:
                 checkpoint.link(self.folder.best, path)
             checkpoint.prune(self.folder, config.save_interval, config.keep_saves)
 
-    def _restore(self) -> None:
-        """Continue from the newest whole checkpoint; from the beginning if there is none yet."""
+    def _restore(self) -> bool:
+        """Continue from the newest whole checkpoint; False: there is none yet, and the run begins."""
         whole = whole_until(self.folder.metrics)
         if whole < self.folder.last_step():
             self.reporter.say(f"WARNING: {self.folder.metrics} is whole only up to step {whole:,}: going back to there")
@@ -244,26 +236,22 @@ class Trainer:
             cut_to(self.folder.metrics, step, evaluated=bool(found and found.state["evaluated"]))
         if found is None:
             self.reporter.say("no checkpoint to go on from: starting from step 0")
-            if self.world.leads and self.update.stored_once:
-                self._write_frozen()
-            return
+            return False
         before = State.from_json(found.state, found.path)
         if before.data != json.loads(json.dumps(self.state.data)):  # first: they may decide the number of steps
             _refuse_other_data(before.data, self.state.data)
         if before.config_hash != self.state.config_hash:
             raise UserError(f"{self.folder.config_file} was edited since {found.path.name}: put the old settings back")
-        frozen = checkpoint.load_frozen(self.folder) if self.update.stored_once else {}
-        checkpoint.load_weights(self.model, {**found.model, **frozen})
+        checkpoint.give_weights(self.model, found, self.folder, self.config)
         self.update.stand_before(step)
         restore_optimizer(self.model, self.update.optimizer, found.optimizer)
         self.state.__dict__.update(before.__dict__)
         if self.state.scaler:
             self.update.scaler.load_state_dict(self.state.scaler)
-        if freeze.fingerprint(self.model, self.update.stored_once) != self.state.frozen_hash:
-            raise UserError(f"{self.folder.frozen} is damaged: its frozen parameters are not those of the run")
         if self.world.leads:
             checkpoint.point_at(self.folder, found, self.state.best_step)
         self.reporter.say(f"resumed from {found.path} at step {step:,}")
+        return True
 
     def _write_frozen(self) -> None:
         with disk_errors(f"writing {self.folder.frozen}", "free some space and start again"):

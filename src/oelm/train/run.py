@@ -64,13 +64,11 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
                 _write_environment(folder, config, data, machine, str(world.device))
                 _write_encoder(folder, config)
             task = _task(config, data, world)
+            epochs = task.order.epochs(config.max_steps)
             with _named_failures(world.size):
                 trainer = Trainer(config, task, world, folder, reporter, machine["started"])
                 if world.leads:
-                    for line in [
-                        *_opening(config, task.order.epochs(config.max_steps), world.device.type),
-                        *task.opening(),
-                    ]:
+                    for line in [*_opening(config, epochs, world.device.type), *task.opening()]:
                         reporter.say(line)
                 state = trainer.run(resume)
         except (Stopped, RunFailed, UserError) as error:
@@ -87,7 +85,7 @@ def _train_in(folder: RunFolder, config: RunConfig, data: TokenData, resume: boo
             if world.leads:
                 trainer.model.eval()
                 write_json(folder.sample, task.sample(trainer.model))
-                summary = finish(folder, config, state.__dict__, task.order.epochs(config.max_steps))
+                summary = finish(folder, config, state.__dict__, epochs)
                 reporter.say(_closing(summary))
         finally:
             reporter.close()
