@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ class Estimate:
     parameters: int
     trainable: int
     flops: float
-    seconds: float
     disk: int
 
 
@@ -154,6 +153,8 @@ def _unvaried(config: RunConfig) -> RunConfig:
 
 def show_dry_run(plan: Plan, only: str) -> None:
     """The runs with their settings and what they will cost on this machine; and what is missing."""
+    from oelm.train.clock import roughly
+
     runs = pick(plan, only)
     check_settings(runs)
     speed = _matmul_flops()
@@ -162,17 +163,18 @@ def show_dry_run(plan: Plan, only: str) -> None:
         table.add_column(heading)
     for heading in ("lr", "steps", "batch", "seed", "parameters", "trainable", "FLOPs", "time", "disk"):
         table.add_column(heading, justify="right")
-    total_seconds, total_disk = 0.0, 0
+    total_seconds, total_disk, known = 0.0, 0, True
     for run in runs:
-        config, cost = run.config, estimate(run, speed)
-        total_seconds += 0 if run.folder.finished() else cost.seconds
-        total_disk += cost.disk
+        config, cost = run.config, estimate(_unvaried(run.config))
+        seconds = cost.flops / (speed * EFFICIENCY) / run.processes
+        total_seconds += 0 if run.folder.finished() else seconds
+        total_disk, known = total_disk + cost.disk, known and cost.steps > 0
         batch = f"{config.batch_size}" + (f" x {run.processes}" if run.processes > 1 else "")
         table.add_row(
             run.id, config.arm, config.dataset, f"{config.max_lr:g}",
             f"{cost.steps:,}" if cost.steps else f"{config.num_epochs:g} epochs", batch,
             str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}" if cost.steps else "?",
-            _hours(cost.seconds) if cost.steps else "?", f"{cost.disk / 2**20:,.0f} MiB",
+            roughly(seconds) if cost.steps else "?", f"{cost.disk / 2**20:,.0f} MiB",
         )  # fmt: skip
     console = make_console()
     console.print(table)
@@ -181,8 +183,7 @@ def show_dry_run(plan: Plan, only: str) -> None:
         console.print(f"and {later} more once the best {plan.choices[0].setting} of each arm is known")
         total_seconds += later * total_seconds / len(runs)
         total_disk += later * total_disk // len(runs)
-    known = all(estimate(run, speed).steps for run in runs)
-    took = _hours(total_seconds) if known else "for a time that is known once the data are there,"
+    took = roughly(total_seconds) if known else "for a time that is known once the data are there,"
     done = sum(run.folder.finished() for run in runs)
     console.print(
         f"{len(runs) + later} runs, {f'{done} of them finished, ' if done else ''}{took} one after the other on this "
@@ -192,14 +193,9 @@ def show_dry_run(plan: Plan, only: str) -> None:
         console.print(f"missing data; first: {command}", style="yellow")
 
 
-def estimate(run: PlannedRun, speed: float) -> Estimate:
-    """What differs between runs of one shape costs nothing: a plan may have thousands."""
-    one = _estimate_shape(_unvaried(run.config))
-    return replace(one, seconds=one.flops / (speed * EFFICIENCY) / run.processes)
-
-
 @cache
-def _estimate_shape(config: RunConfig) -> Estimate:
+def estimate(config: RunConfig) -> Estimate:
+    """Of a shape; what differs between its runs costs nothing: a plan may have thousands."""
     from oelm.model import cost
 
     evaluated, full, known = 0, 1.0, not config.num_epochs
@@ -217,7 +213,7 @@ def _estimate_shape(config: RunConfig) -> Estimate:
     sizes = cost.checkpoint_bytes(config)
     disk = (kept + 4) * sizes["checkpoint"] + sizes["frozen_once"]
     totals = (sum(part.total for part in table), sum(part.trainable for part in table))
-    return Estimate(config.max_steps if known else 0, *totals, flops if known else 0.0, 0.0, disk)
+    return Estimate(config.max_steps if known else 0, *totals, flops if known else 0.0, disk)
 
 
 def _matmul_flops() -> float:
@@ -266,12 +262,6 @@ def detach(arguments: list[str], log: Path) -> int:
 
 def _last_line(path: Path) -> str:
     return (path.read_text(errors="replace").strip().splitlines() or ["see the log"])[-1].removeprefix("oelm: error: ")
-
-
-def _hours(seconds: float) -> str:
-    if seconds >= 3600:
-        return f"{seconds / 3600:,.1f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{max(1, seconds):.0f} s"
 
 
 def submit_plan(plan: Plan, only: str, options: dict[str, Any]) -> None:
