@@ -117,10 +117,6 @@ class Policy:
         """Which of the named parameters update `step` must leave alone."""
         return [name for name in names if any(self._holds(clause, name, step) for clause in self.clauses)]
 
-    def resting(self, names: Iterable[str], step: int) -> list[str]:
-        """Those that are left alone only because their turn comes every few steps: they keep their Adam moments."""
-        return [name for name in self.frozen(names, step) if not self.out_of_training(name, step)]
-
     def always(self, names: Iterable[str]) -> list[str]:
         """Frozen for the whole run."""
         constant = [clause for clause in self.clauses if clause.when.kind == "always"]
@@ -139,11 +135,11 @@ class Policy:
             starts |= {step for step in clause.when.changes(self.steps, count) if 0 < step < self.steps}
         return sorted(starts)
 
-    def kinds_of_step(self) -> Iterator[int]:
-        """Steps among which all that is ever frozen at once occurs: each phase, until `every` repeats itself."""
+    def samples(self) -> Iterator[tuple[int, range]]:
+        """The length of each phase, and steps of it that stand for all: until `every` repeats itself."""
         window = math.lcm(*(clause.when.period for clause in self.clauses))
         for start, end in itertools.pairwise([*self.phases(), self.steps]):
-            yield from range(start, min(end, start + window))
+            yield end - start, range(start, min(end, start + window))
 
     @cached_property
     def constant(self) -> bool:
@@ -159,7 +155,7 @@ class Policy:
         return clause.matches(name) and clause.holds(name, step, self.steps, self.num_layers)
 
     def out_of_training(self, name: str, step: int) -> bool:
-        """Frozen, and not just resting until its turn comes."""
+        """Frozen, and not just resting until its turn comes: what rests keeps its Adam moments."""
         return any(self._holds(clause, name, step) for clause in self.clauses if clause.when.kind != "every")
 
 

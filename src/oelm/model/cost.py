@@ -1,7 +1,5 @@
 """What a run costs, by arithmetic: parameters, FLOPs, checkpoint size, memory, and the bound on freezing."""
 
-import itertools
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -85,12 +83,10 @@ def _weights_at_rest(config: RunConfig) -> int:
         for name, p in model.named_parameters()
         if p.ndim == 2 and not ("position" in name or "embeddings" in name)
     }
-    window = math.lcm(*(clause.when.period for clause in policy.clauses))
-    total, bounds = 0.0, [*policy.phases(), config.max_steps]
-    for start, end in itertools.pairwise(bounds):
-        steps = range(start, min(end, start + window))
+    total = 0.0
+    for length, steps in policy.samples():
         rests = [sum(sizes[name] for name in policy.frozen(sizes, step)) for step in steps]
-        total += (end - start) * sum(rests) / len(rests)
+        total += length * sum(rests) / len(rests)
     return round(total / config.max_steps)
 
 
@@ -202,7 +198,7 @@ def phases(config: RunConfig) -> list[dict[str, Any]]:
         whole = sum(qk.values()) + 2 * absent * config.d_model**2
         share = 1 - sum(size for name, size in qk.items() if name not in frozen) / whole
         trainable = sum(size for name, size in names.items() if name not in frozen)
-        rests = bool(config.policy.resting(names, step))
+        rests = not all(config.policy.out_of_training(name, step) for name in frozen)
         rows.append({"step": step, "frozen": frozen, "qk_share": share, "trainable": trainable, "rests": rests})
     return rows
 

@@ -24,7 +24,7 @@ def policy_of(model: nn.Module, config: RunConfig) -> Policy:
                 f"{setting} {text}: {patterns[0]} matches no parameter of the model; their names are like "
                 "blocks.0.attention.q.weight, blocks.3.ffn.up.bias, tokens.weight"
             )
-    for step in config.policy.kinds_of_step():
+    for step in (step for _, steps in config.policy.samples() for step in steps):
         if len(config.policy.frozen(names, step)) == len(names):
             raise UserError(f"freeze {config.freeze}: at step {step:,} nothing would be trained")
     return config.policy

@@ -34,8 +34,7 @@ class Update:
 
     def _out(self, step: int) -> list[str]:
         """What has no optimizer state at `step`: frozen, and not just resting until its turn comes."""
-        resting = set(self.policy.resting(self._names, step))
-        return [name for name in self.policy.frozen(self._names, step) if name not in resting]
+        return [name for name in self._names if self.policy.out_of_training(name, step)]
 
     def _train(self, frozen: list[str]) -> None:
         """Have everything but `frozen` take part from now on. Processes must agree anew on what they exchange."""
