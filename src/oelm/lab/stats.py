@@ -6,7 +6,7 @@ log perplexities or of errors (oelm.lab.score). Pairs share initial weights and 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -119,28 +119,20 @@ def seeds_needed(gap: Gap, bar: float, alpha: float = ALPHA) -> int | None:
     return int(n[enough[0]]) if len(enough) else None
 
 
-def document_bootstrap(arm: np.ndarray, baseline: np.ndarray, repeats: int = 1_000) -> tuple[float, float]:
+def document_bootstrap(arm: np.ndarray, baseline: np.ndarray) -> tuple[float, float]:
     """Bounds of one pair's gap if other documents had been drawn for the test split.
 
     Rows are (summed loss, tokens) per document, the same documents for both. Both bounds are one-sided
     at 95 %. It tells the noise of the evaluation, not of the training.
     """
-    chance = np.random.default_rng(0)
     difference, tokens = arm[:, 0] - baseline[:, 0], arm[:, 1]
-    gaps = np.empty(repeats)
-    for i in range(repeats):
-        drawn = chance.integers(0, len(tokens), len(tokens))
-        gaps[i] = difference[drawn].sum() / tokens[drawn].sum()
-    low, high = np.quantile(gaps, (ALPHA, 1 - ALPHA))
-    return float(low), float(high)
+    return _bootstrap(lambda drawn: difference[drawn].sum() / tokens[drawn].sum(), len(tokens))
 
 
-def answers_bootstrap(arm: np.ndarray, baseline: np.ndarray, repeats: int = 1_000) -> tuple[float, float]:
+def answers_bootstrap(arm: np.ndarray, baseline: np.ndarray) -> tuple[float, float]:
     """The same of the error, in points; rows are (label, answer) per example."""
     wrong = 100.0 * ((arm[:, 0] != arm[:, 1]).astype(float) - (baseline[:, 0] != baseline[:, 1]))
-    drawn = np.random.default_rng(0).integers(0, len(wrong), (repeats, len(wrong)))
-    low, high = np.quantile(wrong[drawn].mean(1), (ALPHA, 1 - ALPHA))
-    return float(low), float(high)
+    return _bootstrap(lambda drawn: wrong[drawn].mean(), len(wrong))
 
 
 def mcnemar(arm: np.ndarray, baseline: np.ndarray) -> tuple[int, int, float]:
@@ -161,11 +153,15 @@ def accuracy_bounds(correct: int, n: int) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
-def f1_bounds(rows: np.ndarray, classes: int, repeats: int = 1_000) -> tuple[float, float]:
+def f1_bounds(rows: np.ndarray, classes: int) -> tuple[float, float]:
     """One-sided bounds of the macro-F1 if other examples had been drawn."""
-    drawn = np.random.default_rng(0).integers(0, len(rows), (repeats, len(rows)))
-    found = [macro_f1(rows[index, 0], rows[index, 1], classes) for index in drawn]
-    low, high = np.quantile(found, (ALPHA, 1 - ALPHA))
+    return _bootstrap(lambda drawn: macro_f1(rows[drawn, 0], rows[drawn, 1], classes), len(rows))
+
+
+def _bootstrap(statistic: Callable[[np.ndarray], float], n: int, repeats: int = 1_000) -> tuple[float, float]:
+    """One-sided bounds of a statistic of n things, from its values on things drawn with replacement."""
+    chance = np.random.default_rng(0)
+    low, high = np.quantile([statistic(chance.integers(0, n, n)) for _ in range(repeats)], (ALPHA, 1 - ALPHA))
     return float(low), float(high)
 
 
