@@ -7,12 +7,12 @@ anything else        a name on the Hugging Face hub, such as bert-base-uncased
 """
 
 import importlib.util
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from oelm.errors import UserError
+from oelm.files import read_json
 
 BERT_BASE: dict[str, Any] = {
     "model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -87,11 +87,9 @@ def settings_of(arch: str) -> dict[str, Any]:
     folder = folder_of(arch)
     if folder is None:
         return _from_hub(arch)
-    try:
-        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        assert isinstance(found, dict)
-    except (OSError, ValueError, AssertionError):
-        raise UserError(f"arch {arch}: {folder / CONFIG_FILE} cannot be read") from None
+    found = read_json(folder / CONFIG_FILE)
+    if found is None:
+        raise UserError(f"arch {arch}: {folder / CONFIG_FILE} cannot be read")
     return found
 
 

@@ -39,6 +39,15 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None if there is no file, or no object in it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def write_array(path: Path, array: Any) -> None:
     """A numpy array, without pickle."""
     import numpy as np

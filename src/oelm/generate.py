@@ -1,6 +1,5 @@
 """Use a run: load its model, sample text from it, or have it classify."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from oelm import encoders
 from oelm.config import RunConfig
 from oelm.data.tokenizer import Tokenizer, load_tokenizer
 from oelm.errors import UserError
+from oelm.files import read_json
 from oelm.model.build import skeleton
 from oelm.model.encoder import empty_encoder
 from oelm.train.checkpoint import Checkpoint, give_weights, pick
@@ -41,12 +41,9 @@ def _skeleton(folder: RunFolder, config: RunConfig) -> nn.Module:
     """The model's shapes; an encoder's as it was when the run began, wherever the pretrained one may be now."""
     if config.arch == encoders.GPT:
         return skeleton(config)
-    try:
-        settings = json.loads(folder.encoder.read_text(encoding="utf-8"))
-        assert isinstance(settings, dict)
-        assert settings
-    except (OSError, ValueError, AssertionError):
-        raise UserError(f"{folder.encoder} is missing or damaged: the run cannot be loaded without it") from None
+    settings = read_json(folder.encoder)
+    if not settings:
+        raise UserError(f"{folder.encoder} is missing or damaged: the run cannot be loaded without it")
     return empty_encoder(config, settings)
 
 

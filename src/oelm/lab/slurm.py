@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from oelm.errors import UserError
+from oelm.files import read_json
 from oelm.lab.plan import Plan, PlannedRun
 from oelm.lab.queue import train_command
 
@@ -124,8 +125,4 @@ def queued_jobs(root: Path) -> dict[Path, str]:
 
 
 def _read_jobs(out: Path) -> dict[str, str]:
-    try:
-        found = json.loads((out / JOBS_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return {str(job): str(name) for job, name in found.items()} if isinstance(found, dict) else {}
+    return {job: str(name) for job, name in (read_json(out / JOBS_FILE) or {}).items()}

@@ -9,7 +9,6 @@
 No torch here: a folder is claimed, refused or read before torch is imported.
 """
 
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from typing import Any
 
 from oelm.config import OPERATIONAL, RunConfig, load_toml, resolve
 from oelm.errors import UserError
-from oelm.files import disk_errors, is_locked, lock_file, write_atomic, write_json
+from oelm.files import disk_errors, is_locked, lock_file, read_json, write_atomic, write_json
 from oelm.machine import now
 
 
@@ -78,21 +77,21 @@ class RunFolder:
         return ""
 
     def read_summary(self) -> dict[str, Any] | None:
-        return _read_json(self.summary)
+        return read_json(self.summary)
 
     def read_environment(self) -> list[dict[str, Any]]:
         """The machines of the run's parts so far."""
-        parts = (_read_json(self.environment) or {}).get("parts")
+        parts = (read_json(self.environment) or {}).get("parts")
         return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
 
     def read_data(self) -> dict[str, Any]:
         """Hashes of the data and tokenizer of the run."""
-        data = (_read_json(self.environment) or {}).get("data")
+        data = (read_json(self.environment) or {}).get("data")
         return data if isinstance(data, dict) else {}
 
     def read_sample(self) -> tuple[list[int], list[int]] | None:
         """Prompt and continuation, as token ids."""
-        found = _read_json(self.sample) or {}
+        found = read_json(self.sample) or {}
         prompt, said = found.get("prompt"), found.get("sample")
         if not isinstance(prompt, list) or not isinstance(said, list):
             return None
@@ -200,11 +199,3 @@ def unfinished(folder: RunFolder) -> str:
         f"{folder.path} holds an unfinished run at step {folder.last_step():,} of {folder.config().max_steps:,}: "
         "add --resume to continue it, or choose another --out_dir"
     )
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
