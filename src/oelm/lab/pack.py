@@ -22,8 +22,6 @@ WHO = ("host", "pid", "process_started", "platform")
 
 def pack(root: Path, out: Path) -> tuple[int, int]:
     """Write the finished runs below `root`, and their plans, to `out`; returns their number, and that of the others."""
-    if not root.is_dir():
-        raise UserError(f"no such folder: {root}")
     if not out.name.endswith(".tar.xz"):
         raise UserError(f"{out}: the name of a packed folder ends in .tar.xz")
     found = [RunFolder(path) for path in find_runs(root)]

@@ -213,13 +213,9 @@ def _pair_key(config: RunConfig) -> tuple[Any, ...]:
 
 def find_runs(root: Path) -> list[Path]:
     """Run folders at or below `root`, three levels deep."""
+    if not root.is_dir():
+        raise UserError(f"no such folder: {root}")
     if (root / "config.toml").is_file():
         return [root]
     found = sorted(path.parent for depth in ("*", "*/*", "*/*/*") for path in root.glob(f"{depth}/config.toml"))
     return without_links(root, found)
-
-
-def watch_folder(root: Path) -> LabWatcher:
-    if not root.is_dir():
-        raise UserError(f"no such folder: {root}")
-    return LabWatcher(root)

@@ -167,8 +167,6 @@ class Study:
 
 def load_study(root: Path, baseline: str = "", criterion: float | None = None) -> Study:
     """Read every run below `root`; the plans that were left there say what was meant to be run."""
-    if not root.is_dir():
-        raise UserError(f"no such folder: {root}")
     plans = left_plans(root)
     baseline = baseline or _agreed("baseline", [plan.baseline for plan in plans], "baseline")
     given = criterion if criterion is not None else _agreed("criterion", [plan.criterion for plan in plans], None)

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from oelm.errors import UserError
 from oelm.lab.queue import running_queues
-from oelm.lab.status import LabWatcher, RunStatus, find_runs, watch_folder
+from oelm.lab.status import LabWatcher, RunStatus, find_runs
 from oelm.train.folder import RunFolder
 
 STYLES = {
@@ -46,7 +46,7 @@ def make_console() -> Console:
 
 
 def show_status(root: Path, watch: bool, as_json: bool) -> None:
-    watcher = watch_folder(root)
+    watcher = LabWatcher(root)
     console = make_console()
     found = watcher.look()
     if as_json:
@@ -206,8 +206,7 @@ def stop_runs(runs: list[Path], wait: float = 60.0) -> None:
 def stop_everything(roots: list[Path]) -> None:
     """Every queue and every run below `roots`; queues first, so that they start nothing new."""
     for root in roots:
-        if not root.is_dir():
-            raise UserError(f"no such folder: {root}")
+        find_runs(root)  # refuses what is no folder before anything is stopped
     queues = [queue for root in roots for queue in running_queues(root)]
     for pid in queues:
         with suppress(ProcessLookupError):
