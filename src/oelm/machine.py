@@ -105,6 +105,14 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+def when(moment: str | None) -> str:
+    """A moment that `now` wrote down, for people: 2026-01-02 03:04."""
+    try:
+        return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M}" if moment else ""
+    except (TypeError, ValueError):
+        return "?"
+
+
 def describe() -> dict[str, Any]:
     """Where a part of a run was computed; the promise of equal bits holds while this stays the same."""
     return {

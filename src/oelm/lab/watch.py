@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +20,7 @@ from rich.table import Table
 from oelm.errors import UserError
 from oelm.lab.queue import running_queues
 from oelm.lab.status import LabWatcher, RunStatus, find_runs
+from oelm.machine import when
 from oelm.train.folder import RunFolder
 
 STYLES = {
@@ -69,8 +69,8 @@ COLUMNS: dict[str, Callable[[RunStatus], str]] = {
     "state": lambda s: s.state,
     "step": lambda s: f"{s.step:,}/{_short(s.max_steps) if s.max_steps else '?'}",
     "%": lambda s: f"{s.step / s.max_steps:.0%}" if s.max_steps else "",
-    "started": lambda s: _clock(s.started),
-    "finished": lambda s: _clock(s.finished),
+    "started": lambda s: when(s.started)[-11:],
+    "finished": lambda s: when(s.finished)[-11:],
     "elapsed": lambda s: _span(s.elapsed),
     "left": lambda s: _span(s.left),
     "loss": lambda s: _number(s.loss, 3),
@@ -216,13 +216,6 @@ def stop_everything(roots: list[Path]) -> None:
     stop_runs(runs)
     if not queues and not runs:
         print(f"nothing is running below {', '.join(map(str, roots))}")
-
-
-def _clock(moment: str | None) -> str:
-    try:
-        return f"{datetime.fromisoformat(moment):%m-%d %H:%M}" if moment else ""
-    except (ValueError, TypeError):
-        return "?"
 
 
 def _span(seconds: float | None) -> str:

@@ -12,10 +12,10 @@ from oelm.lab.announce import as_json
 from oelm.lab.status import RunStatus
 from oelm.lab.study import load_study
 from oelm.lab.verdict import Verdict, reach_verdict
+from oelm.machine import when
 from oelm.report import html, markdown, typst
 from oelm.report.blocks import Document
 from oelm.report.content import compose
-from oelm.report.pages import when
 from oelm.report.words import Words
 
 FORMATS = ("html", "md", "pdf", "json")

@@ -11,9 +11,10 @@ from oelm.lab.score import ACCURACY, PERPLEXITY
 from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS
 from oelm.lab.status import RunStatus
 from oelm.lab.verdict import SettingVerdict, Verdict, deciding
+from oelm.machine import when
 from oelm.report import answers, curves, figures, origin
 from oelm.report.blocks import Block, Document, Figure, Heading, Items, Notice, Table, Text
-from oelm.report.pages import run_pages, when
+from oelm.report.pages import run_pages
 from oelm.report.said import bounds, listed, said, show_gap
 from oelm.report.words import Words
 

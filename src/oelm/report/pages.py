@@ -1,13 +1,13 @@
 """One page per run: what it was, how it went, what it says."""
 
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 
 from oelm.config import RunConfig
 from oelm.data.tokenizer import load_tokenizer
 from oelm.errors import UserError
 from oelm.lab.outcome import Run
+from oelm.machine import when
 from oelm.report import figures
 from oelm.report.blocks import Block, Code, Figure, Heading, Notice, PageBreak, Text
 from oelm.report.words import Words
@@ -50,13 +50,6 @@ def _outcome(run: Run, w: Words) -> Iterator[Block]:
     yield Text(w("run_time", started=when(summary.get("started")), seconds=spoken(summary["wall_seconds"]),
                  ms=1000 * summary["median_step_seconds"], memory=summary["peak_memory_bytes"] / 2**20,
                  device=device))  # fmt: skip
-
-
-def when(moment: str | None) -> str:
-    try:
-        return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M}" if moment else ""
-    except (TypeError, ValueError):
-        return "?"
 
 
 def _changed(config: RunConfig) -> str:
