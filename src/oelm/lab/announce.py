@@ -51,7 +51,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         console.print()
         for name, gap in s.steps.items():
             start, end = STEPS[name]
-            console.print(f"  {start} → {end}: {show_gap(gap, study.score)}")
+            console.print(f"  {start} → {end}: {show_gap(gap, study.score, f' {study.score.unit}')}")
         console.print()
     if verdict.threats:
         console.print("Threats to validity", style="bold")
@@ -76,18 +76,14 @@ def _table(s: SettingVerdict, score: Score) -> Table:
     return table
 
 
-def show_gap(gap: Gap, score: Score) -> str:
+def show_gap(gap: Gap, score: Score, unit: str, one_seed: str = " (one seed)") -> str:
     """+9.8 % [+8.1, +11.5]"""
-    centre = f"{score.change(gap.mean):+.1f} {score.unit}"
-    if gap.n == 1:
-        return f"{centre} (one seed)"
-    low, high = sorted(score.change(bound) for bound in (gap.low, gap.high))
-    return f"{centre} [{low:+.1f}, {high:+.1f}]"
+    return score.said(gap.mean) + unit + (score.said_bounds(gap.low, gap.high) if gap.n > 1 else one_seed)
 
 
 def _two_lines(gap: Gap, score: Score) -> str:
     """For a terminal of 80 columns."""
-    return show_gap(gap, score).replace(" [", "\n[").replace(" (", "\n(")
+    return show_gap(gap, score, f" {score.unit}").replace(" [", "\n[").replace(" (", "\n(")
 
 
 def sentence(verdict: Verdict) -> str:

@@ -43,8 +43,7 @@ def compare_runs(runs: list[Path]) -> None:
     for name in names[1:]:
         table.add_column(f"{name} vs {names[0]}", justify="right")
     for step in shown:
-        changes = (score.change(curves[name][step] - curves[names[0]][step]) for name in names[1:])
-        gaps = (f"{change:+.1f}{'%' if score is PERPLEXITY else ' points'}" for change in changes)
+        gaps = (f"{score.said(curves[name][step] - curves[names[0]][step])} {score.unit}" for name in names[1:])
         table.add_row(f"{step:,}", *(score.text(curves[name][step]) for name in names), *gaps)
     console.print(table)
     if score is not PERPLEXITY:  # better is higher up

@@ -16,6 +16,11 @@ HIGHEST = 50.0
 """Losses above it are shown as this one: no axis reaches further."""
 
 
+def signed(value: float) -> str:
+    """With one digit, a real minus, and nothing less than 0.0."""
+    return f"{round(value, 1) + 0.0:+.1f}".replace("-", "−")
+
+
 @dataclass(frozen=True)
 class Score:
     name: str
@@ -45,6 +50,13 @@ class Score:
     def change(self, difference: float) -> float:
         """A difference of scores as people say it: more perplexity in per cent."""
         return 100 * math.expm1(min(difference, 700.0))
+
+    def said(self, difference: float) -> str:
+        return signed(self.change(difference))
+
+    def said_bounds(self, low: float, high: float) -> str:
+        first, second = sorted((low, high), key=self.change)
+        return f" [{self.said(first)}, {self.said(second)}]"
 
     def text(self, score: float | None) -> str:
         if score is None:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from oelm.errors import UserError
 from oelm.lab.queue import running_queues
+from oelm.lab.score import signed
 from oelm.lab.status import LabWatcher, RunStatus, find_runs
 from oelm.machine import when
 from oelm.train.folder import RunFolder
@@ -229,7 +230,7 @@ def _gap(status: RunStatus) -> str:
     if status.gap is None:
         return ""
     unit = "%" if status.val_accuracy is None else " points"
-    return f"{round(100 * status.gap, 1) + 0.0:+.1f}{unit}"
+    return f"{signed(100 * status.gap)}{unit}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -45,10 +45,9 @@ def _claim(name: str, s: SettingVerdict, verdict: Verdict, w: Words, told: bool)
     """The sentence that the data allow on whether the arm beats the baseline."""
     gap = s.judgements[name].plain
     score = verdict.study.score
-    low, high = sorted(score.change(bound) for bound in (gap.low, gap.high))
-    change = score.change(gap.mean)
-    shown = {key: f"{value:+.1f}".replace("-", "−") for key, value in (("gap", change), ("low", low), ("high", high))}
-    better = "claim_better" if change > 0 else "claim_worse"
+    low, high = sorted((gap.low, gap.high), key=score.change)
+    shown = {"gap": score.said(gap.mean), "low": score.said(low), "high": score.said(high)}
+    better = "claim_better" if score.change(gap.mean) > 0 else "claim_worse"
     key = "claim_one" if gap.n < 2 else better if told else "claim_open"
     return w(key, arm=name, baseline=verdict.study.baseline, n=gap.n, **shown)
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from oelm import __version__, encoders
-from oelm.lab.score import ACCURACY, PERPLEXITY
+from oelm.lab.score import ACCURACY, PERPLEXITY, signed
 from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS
 from oelm.lab.status import RunStatus
 from oelm.lab.verdict import SettingVerdict, Verdict, deciding
@@ -15,7 +15,7 @@ from oelm.machine import when
 from oelm.report import answers, curves, figures, origin
 from oelm.report.blocks import Block, Document, Figure, Heading, Items, Notice, Table, Text
 from oelm.report.pages import run_pages
-from oelm.report.said import bounds, listed, said, show_gap
+from oelm.report.said import listed, show_gap
 from oelm.report.words import Words
 
 REFERENCES = [
@@ -107,7 +107,7 @@ def _status(verdict: Verdict, w: Words) -> Iterator[Block]:
             s.id, s.arm, w(f"state_{s.state}") + (f": {s.reason}" if s.reason else ""),
             f"{s.step:,} / {f'{s.max_steps:,}' if s.max_steps else '?'}",
             when(s.started), when(s.finished), _val(s),
-            f"{round(100 * s.gap, 1) + 0.0:+.1f} {w('unit')}".replace("-", "−") if s.gap is not None else "",
+            f"{signed(100 * s.gap)} {w('unit')}" if s.gap is not None else "",
         ]
         for s in verdict.study.statuses
     ]  # fmt: skip
@@ -157,7 +157,7 @@ def _results(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
         seeds = listed([f"{seed}: {score.text(found)}" for seed, found in arm.scores.items()], w)
         judgement = s.judgements.get(name)
         other = s.setting.judged[judgement.against].scores if judgement else {}
-        gaps = [f"{seed}: {said(own - other[seed], score)}" for seed, own in arm.scores.items() if seed in other]
+        gaps = [f"{seed}: {score.said(own - other[seed])}" for seed, own in arm.scores.items() if seed in other]
         shown = f"{statistics.fmean(bits):.3f}" if bits else "–"
         rows.append([name, rate, score.text(arm.score), seeds, shown, listed(gaps, w)])
     headings = [w("arm"), w("rate"), w("test_ppl", split=split), w("per_seed"), w("bpb"), w("fair_per_seed")]
@@ -168,7 +168,7 @@ def _results(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block]:
         rows.append([
             name, show_gap(judgement.plain, score, w), show_gap(judgement.fair, score, w), judgement.against,
             w(judgement.fair.verdict), str(judgement.fair.seeds_needed or "–"),
-            bounds(*noise, score).strip() if noise else "–",
+            score.said_bounds(*noise).strip() if noise else "–",
         ])  # fmt: skip
     keys = ("arm", "plain", "fair", "against", "judged", "needed", "noise")
     yield Table([w(key) for key in keys], rows)

@@ -14,7 +14,7 @@ from oelm.lab.study import Arm
 from oelm.lab.verdict import SettingVerdict, Verdict, steps_of
 from oelm.report import figures
 from oelm.report.blocks import Block, Figure, Heading, Table, Text
-from oelm.report.said import said, show_gap
+from oelm.report.said import show_gap
 from oelm.report.words import Words
 
 PATHS = {False: ("baseline", "oelm_random", "oelm_matched", "oelm_v2"), True: ("baseline", "frozen", "oelm_v2")}
@@ -42,7 +42,7 @@ def convergence(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block
             mine, other = _score_at(arm, share), _score_at(baseline, share)
             shared = mine.keys() & other.keys()
             gap = statistics.fmean(mine[seed] - other[seed] for seed in shared) if shared else 0.0
-            shown = w("in_brackets", text=said(gap, score)) if shared and arm is not baseline else ""
+            shown = w("in_brackets", text=score.said(gap)) if shared and arm is not baseline else ""
             cells.append(score.text(statistics.fmean(mine.values())) + shown if mine else "–")
         rows.append(cells)
     headings = [w("arm"), *(w("share", share=round(100 * share)) for share in shares)]

@@ -16,7 +16,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from oelm.lab.score import Score
+from oelm.lab.score import Score, signed
 from oelm.lab.stats import Gap
 from oelm.lab.study import Setting
 
@@ -171,7 +171,7 @@ def waterfall(steps: Sequence[tuple[str, float, float]], label: str, better: int
             inside = abs(end - start) > 0.12 * span  # else there is no room for the number in the bar
             place = dict(ha="center") if inside else dict(ha="left", xytext=(5, 0), textcoords="offset points")
             at = (start + end) / 2 if inside else max(start, end)
-            ax.annotate(f"{end - start:+.1f}".replace("-", "−"), (at, y), va="center", fontsize=9, **place)
+            ax.annotate(signed(end - start), (at, y), va="center", fontsize=9, **place)
             if y + 1 < len(steps):
                 ax.plot([end, end], [y + 0.3, y + 0.7], color=INK, linewidth=0.8)
         ax.axvline(0, color=INK, linewidth=1)

@@ -16,7 +16,6 @@ from oelm.lab.score import ACCURACY, PERPLEXITY, Score
 from oelm.lab.stats import INCONCLUSIVE
 from oelm.lab.verdict import Verdict
 from oelm.report.blocks import Block, Code, Heading, Table, Text
-from oelm.report.said import said
 from oelm.report.words import Words
 
 
@@ -29,7 +28,7 @@ def published(verdict: Verdict, w: Words, published: Mapping[str, Mapping[str, A
         figure = published[key]
         run = next((run for run in verdict.study.runs if run.folder.path.name.startswith(key)), None)
         other = scores.get(str(figure.get("against")))
-        gap = f"{said(found - other, score)} {w('unit')}" if other else "–"
+        gap = f"{score.said(found - other)} {w('unit')}" if other else "–"
         mine = w("not_run")
         if run is not None:
             final = run.score("val")
