@@ -6,7 +6,7 @@ def test_two_runs_side_by_side_show_their_gap_and_a_chart(oelm, tmp_path):
     make_run(tmp_path, "one")
     make_run(tmp_path, "two", "oelm_v2", offset=0.1)
     shown = oelm("compare", tmp_path / "one", tmp_path / "two").out
-    assert "+10.5%" in shown
+    assert "+10.5 %" in shown
     assert "o one" in shown
     refused = oelm("compare", tmp_path)
     assert (refused.code, len(refused.err.strip().splitlines())) == (2, 1)

@@ -12,7 +12,7 @@ from oelm.errors import UserError
 from oelm.lab.score import PERPLEXITY, Score
 from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap
 from oelm.lab.study import Study
-from oelm.lab.verdict import STEPS, Judgement, SettingVerdict, Verdict, reach_verdict
+from oelm.lab.verdict import Judgement, SettingVerdict, Verdict, reach_verdict, steps_of
 from oelm.lab.watch import make_console
 from oelm.train.metrics import perplexity
 
@@ -49,9 +49,9 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         console.print(s.setting.name, style="bold")
         console.print(_table(s, study.score))
         console.print()
+        arms = steps_of(s.setting.judged[study.baseline].config)
         for name, gap in s.steps.items():
-            start, end = STEPS[name]
-            console.print(f"  {start} → {end}: {show_gap(gap, study.score, f' {study.score.unit}')}")
+            console.print(f"  {' → '.join(arms[name])}: {show_gap(gap, study.score, f' {study.score.unit}')}")
         console.print()
     if verdict.threats:
         console.print("Threats to validity", style="bold")
