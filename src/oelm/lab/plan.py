@@ -139,9 +139,7 @@ class _Reader:
         self.path = path
         self.content = load_toml(path)
         self.lines = path.read_text(encoding="utf-8").splitlines()
-        for key in self.content:
-            if key not in TABLES:
-                self.refuse(f"unknown key or table {key}: {nearest(key, TABLES)}", key)
+        self._refuse_others(self.content, TABLES, "or table ")
         self.moved = out is not None
         if not isinstance(self.content.get("out", ""), str):
             self.refuse("out must be the name of a folder", "out")
@@ -183,10 +181,10 @@ class _Reader:
             name, count = Counter(names).most_common(1)[0]
             if count > 1:
                 self.refuse(f"the {what} {name} stands twice", what, name)
-        for identity, group in itertools.groupby(sorted(everything, key=_identity), key=_identity):
-            same = [run.id for run in group]
-            if identity and len(same) > 1:
-                self.refuse(f"{same[0]} and {same[1]} are the same run")
+        seen: dict[str, str] = {}
+        for run in everything:
+            if (first := seen.setdefault(run.config.identity(), run.id)) != run.id:
+                self.refuse(f"{first} and {run.id} are the same run")
         for one, other in itertools.pairwise(sorted(everything, key=lambda run: run.config.arm)):
             differs = [key for key in ARM_KEYS if getattr(one.config, key) != getattr(other.config, key)]
             if one.config.arm == other.config.arm and differs:
@@ -199,6 +197,10 @@ class _Reader:
         """One line with file, line number and message; the line is the one that sets `key`."""
         line = self._line_of(key, value, run) if key else 0
         raise UserError(f"{self.path}, line {line}: {message}" if line else f"{self.path}: {message}")
+
+    def _refuse_others(self, table: dict[str, Any], known: Collection[str], kind: str = "", where: str = "") -> None:
+        for key in [key for key in table if key not in known]:
+            self.refuse(f"unknown key {kind}{key}{where}: {nearest(key, known)}", key)
 
     def _line_of(self, key: str, value: str, run: str) -> int:
         """Where `key` is set: in the table of `run` if it is set there, else the last place; 0: nowhere."""
@@ -226,20 +228,20 @@ class _Reader:
         table = self.content.get(name, {})
         if not isinstance(table, dict):
             self.refuse(f"{name} must be a table: [{name}]", name)
-        return {"model_type" if key == "arm" else key: value for key, value in table.items()}
+        return _in_full(table)
 
     def _list(self, name: str) -> list[dict[str, Any]]:
         entries = self.content.get(name, [])
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             self.refuse(f"{name} must be written as [[{name}]]", name)
-        return [{"model_type" if key == "arm" else key: value for key, value in entry.items()} for entry in entries]
+        return [_in_full(entry) for entry in entries]
 
     def _own_arm(self, name: str, table: Any) -> dict[str, Any]:
         if not isinstance(table, dict):
             self.refuse(f"an arm must be a table: [arms.{name}]", name)
         if name in ARMS:
             self.refuse(f"{name} is an arm of oelm: give yours another name", name)
-        settings = {"model_type" if key == "arm" else key: value for key, value in table.items()}
+        settings = _in_full(table)
         upon = settings.get("model_type", "baseline")
         if upon not in list(ARMS):
             self.refuse(
@@ -307,9 +309,7 @@ class _Reader:
         return [self._run({"id": _id_of(c), **c}) for c in combinations]
 
     def _choices(self, matrix: dict[str, Any], select: dict[str, Any]) -> list[Choice]:
-        for key in select:
-            if key not in ("setting", "seed"):
-                self.refuse(f"unknown key {key} in [select]: {nearest(key, ('setting', 'seed'))}", key)
+        self._refuse_others(select, ("setting", "seed"), where=" in [select]")
         setting, seed = select.get("setting", "max_lr"), select.get("seed")
         fixed = ("seed", "model_type", "label")
         if not isinstance(setting, str) or setting not in RunConfig.model_fields or setting in fixed:
@@ -335,9 +335,7 @@ class _Reader:
         return choices
 
     def _verdict(self, table: dict[str, Any]) -> dict[str, Any]:
-        for key in table:
-            if key not in ("baseline", "criterion"):
-                self.refuse(f"unknown key {key} in [verdict]: {nearest(key, ('baseline', 'criterion'))}", key)
+        self._refuse_others(table, ("baseline", "criterion"), where=" in [verdict]")
         criterion, baseline = table.get("criterion"), table.get("baseline", "baseline")
         if not isinstance(baseline, str):
             self.refuse(f"baseline {baseline!r} in [verdict] must be the name of an arm", "baseline")
@@ -363,8 +361,8 @@ def plan_copies(root: Path) -> list[Path]:
     return without_links(root, found)
 
 
-def _identity(run: PlannedRun) -> str:
-    return run.config.identity()
+def _in_full(table: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type" if key == "arm" else key: value for key, value in table.items()}
 
 
 def _id_of(combination: dict[str, Any]) -> str:
