@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import torch
 
 from oelm.data.documents import SourceFile, format_of
-from oelm.data.examples import TEXT_COLUMNS, Skips, check_columns, is_text, records
+from oelm.data.examples import Skips, check_columns, read_rows
 from oelm.data.tokenizer import Template
 from oelm.errors import UserError
 from oelm.generate import load_run
@@ -82,9 +82,9 @@ def predict_file(classifier: Classifier, path: Path, columns: Sequence[str], out
         raise UserError(f"no such file: {path}")
     check_columns(columns, label=False)
     answered = 0
-    rows = _texts(path, columns, skips)
+    rows = read_rows(SourceFile(path, "test", format_of(path)), columns, skips, labelled=False)
     while some := list(islice(rows, BATCH)):
-        for (record, _), answer in zip(some, classifier.answer([texts for _, texts in some]), strict=True):
+        for (record, _), answer in zip(some, classifier.answer([row.texts for _, row in some]), strict=True):
             told = answer.as_json()
             if lost := record.keys() & told.keys():
                 raise UserError(f"{path} has a column {min(lost)}, which the answers would take: rename it")
@@ -93,23 +93,3 @@ def predict_file(classifier: Classifier, path: Path, columns: Sequence[str], out
     if not answered:
         raise UserError(f"no row of {path} could be answered{f'; left out: {skips}' if skips.counts else ''}")
     return skips
-
-
-def _texts(path: Path, columns: Sequence[str], skips: Skips) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    names = list(columns)
-    for number, record in records(SourceFile(path, "test", format_of(path)), skips):
-        names = names or _text_columns(path, record)
-        texts = [record.get(name) for name in names]
-        if None in record:  # more fields than columns: which is which is not known
-            skips.add("with too many columns", f"{path.name}, row {number}")
-        elif all(isinstance(text, str) and text.strip() and is_text(text) for text in texts):
-            yield record, [str(text) for text in texts]
-        else:
-            skips.add("with an empty, missing or undecodable text", f"{path.name}, row {number}")
-
-
-def _text_columns(path: Path, record: Iterable[str]) -> list[str]:
-    found = next((names for names in TEXT_COLUMNS if all(name in record for name in names)), None)
-    if found is None:
-        raise UserError(f"{path} has the columns {', '.join(map(str, record))}: name those of the texts with --columns")
-    return list(found)

@@ -47,30 +47,33 @@ class Skips:
         return "; ".join(f"{n:,} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
 
 
-def read_rows(file: SourceFile, columns: Sequence[str], skips: Skips) -> Iterator[Row]:
-    """Rows with texts and a label; `columns` names those of the texts and then the label's, or none to find them."""
+def read_rows(
+    file: SourceFile, columns: Sequence[str], skips: Skips, labelled: bool = True
+) -> Iterator[tuple[dict[str, Any], Row]]:
+    """Records with their texts and label; `columns` names those of the texts and then the label's, or none to find
+    them."""
     names: tuple[str, ...] = tuple(columns)
     for number, record in records(file, skips):
         where = f"{file.path.name}, row {number}"
-        if not names:
-            names = _find_columns(file.path, record)
+        names = names or _find_columns(file.path, record, labelled)
         if any(name not in record for name in names):
             if number == 1:
-                raise UserError(f"{file.path} has no column {_first_missing(names, record)}, only: {_shown(record)}")
+                lacking = next(name for name in names if name not in record)
+                raise UserError(f"{file.path} has no column {lacking}, only: {_shown(record)}")
             skips.add("without all columns", where)
             continue
-        *texts, value = (record[name] for name in names)
-        label = _label(value)
+        texts = [record[name] for name in names]
+        label = _label(texts.pop()) if labelled else ""
         if None in record:  # more fields than columns: which is which is not known
             skips.add("with too many columns", where)
         elif not all(isinstance(text, str) and text.strip() for text in texts):
             skips.add("with an empty text", where)
         elif not all(is_text(text) for text in (*texts, label)):
             skips.add("not in UTF-8", where)
-        elif not label:
+        elif labelled and not label:
             skips.add("without a label", where)
         else:
-            yield Row(tuple(text.strip() for text in texts), label)
+            yield record, Row(tuple(text.strip() for text in texts), label)
 
 
 def records(file: SourceFile, skips: Skips) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -118,24 +121,18 @@ def check_columns(columns: Sequence[str], label: bool) -> None:
         raise UserError(f"--columns {','.join(columns)}: name one text or two{', then the label' if label else ''}")
 
 
-def _find_columns(path: Path, record: dict[str, Any]) -> tuple[str, ...]:
+def _find_columns(path: Path, record: dict[str, Any], labelled: bool) -> tuple[str, ...]:
     texts = next((names for names in TEXT_COLUMNS if all(name in record for name in names)), None)
-    label = next((name for name in LABEL_COLUMNS if name in record), None)
-    if texts is None or label is None:
-        known = "premise and hypothesis, sentence1 and sentence2, text or sentence; label"
-        raise UserError(
-            f"{path} has the columns {_shown(record)}; expected {known}. "
-            "Name yours with oelm prepare … --columns TEXT[,TEXT],LABEL"
-        )
-    return (*texts, label)
+    label = [name for name in LABEL_COLUMNS if name in record][:1] if labelled else []
+    if texts is None or len(label) < labelled:
+        known = "premise and hypothesis, sentence1 and sentence2, text or sentence" + ("; label" if labelled else "")
+        how = "oelm prepare … --columns TEXT[,TEXT],LABEL" if labelled else "--columns TEXT[,TEXT]"
+        raise UserError(f"{path} has the columns {_shown(record)}; expected {known}. Name yours with {how}")
+    return (*texts, *label)
 
 
 def _shown(record: dict[str, Any]) -> str:
     return ", ".join(str(name)[:30] for name in itertools.islice(record, 12))
-
-
-def _first_missing(names: Sequence[str], record: dict[str, Any]) -> str:
-    return next(name for name in names if name not in record)
 
 
 def is_text(text: str) -> bool:
@@ -190,7 +187,7 @@ def read_examples(files: list[SourceFile], labelling: Labelling) -> tuple[dict[s
     skips, rows = Skips(), dict[str, list[Row]]()
     for file in files:
         before = sum(skips.counts.values())
-        found = list(read_rows(file, labelling.columns, skips))
+        found = [row for _, row in read_rows(file, labelling.columns, skips)]
         if sum(skips.counts.values()) - before > len(found) or not found:
             raise UserError(f"{file.path}: {len(found):,} usable rows; left out: {str(skips) or 'none, it is empty'}")
         rows.setdefault(file.split, []).extend(found)
