@@ -6,6 +6,7 @@ import pytest
 
 from oelm.data.examples import Labelling
 from oelm.data.labelled import BucketOrder, open_labelled
+from oelm.data.tokens import open_data
 from oelm.data.prepare import prepare
 from oelm.data.tokenizer import ByteTokenizer
 from oelm.errors import UserError
@@ -13,7 +14,7 @@ from tests.small_encoder import LABELS, make_rows, prepared, write_rows
 
 
 def texts(folder, split):
-    data = open_labelled("", str(folder))
+    data = open_labelled(open_data("", str(folder)))
     tokenizer, found = ByteTokenizer(), []
     for start, middle, end, label in data.rows[split]:
         tokens = data.splits[split]
@@ -119,7 +120,7 @@ def test_damaged_data_are_refused(tmp_path, damage):
     prepared(tmp_path, make_rows(90))
     damage(tmp_path / "out")
     with pytest.raises(UserError, match=r"is damaged.*: run oelm prepare again"):
-        open_labelled("", str(tmp_path / "out"))
+        open_labelled(open_data("", str(tmp_path / "out")))
 
 
 def test_a_class_of_which_no_row_is_left_to_train_on_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from oelm.config import resolve
 from oelm.data.labelled import open_labelled
+from oelm.data.tokens import open_data
 from oelm.model.build import build_model
 from oelm.train import metrics
 from oelm.train.classify import Classification, class_logits, evaluation_batches, pad
@@ -24,7 +25,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 def task(encoder, pairs, **settings):
     config = resolve({"arch": str(encoder), "labels": 3, "seq_len": 32, "dropout": 0.0, **settings})
-    return Classification(config, open_labelled("", str(pairs)), ALONE)
+    return Classification(config, open_labelled(open_data("", str(pairs))), ALONE)
 
 
 def test_a_run_learns_and_leaves_accuracy_answers_and_frozen_bits(classify, tmp_path):

@@ -62,8 +62,8 @@ def open_fitting(config: RunConfig, vocab_is_set: bool = False) -> tuple[RunConf
 
     Refused if they do not go together.
     """
-    found = open_labelled(config.dataset, config.data_path)
-    data = found or open_data(config.dataset, config.data_path)
+    data = open_data(config.dataset, config.data_path)
+    found = open_labelled(data)
     if data.vocab_size and not vocab_is_set and not encoders.is_pretrained(config.arch):
         config = config.replace(vocab_size=data.vocab_size)
     if found is None:
@@ -92,7 +92,7 @@ def open_fitting(config: RunConfig, vocab_is_set: bool = False) -> tuple[RunConf
     examples, per_step = len(found.rows["train"]), config.windows_per_step
     if examples < per_step:
         raise UserError(f"{data.folder} has {examples} training examples, fewer than the {per_step} of a step")
-    return _with_steps(config.replace(labels=len(found.labels)), examples // per_step), data
+    return _with_steps(config.replace(labels=len(found.labels)), examples // per_step), found
 
 
 def _with_steps(config: RunConfig, per_epoch: float) -> RunConfig:

@@ -21,7 +21,7 @@ from oelm.data.examples import Examples, Labelling, read_examples
 from oelm.data.sources import names_by_split
 from oelm.data.splits import Rules
 from oelm.data.tokenizer import TOKENIZER_FILE, Template, Tokenizer, load_tokenizer, train_bpe
-from oelm.data.tokens import META_FILE, SPLITS, TokenData, keyed, make_meta, open_data
+from oelm.data.tokens import META_FILE, SPLITS, TokenData, keyed, make_meta
 from oelm.errors import UserError
 from oelm.files import fsync_file, write_atomic
 
@@ -141,9 +141,8 @@ class LabelledData(TokenData):
         return self.template.join(texts, seq_len)
 
 
-def open_labelled(dataset: str, data_path: str = "") -> LabelledData | None:
-    """A prepared set of labelled texts; None if it is of running text."""
-    data = open_data(dataset, data_path)
+def open_labelled(data: TokenData) -> LabelledData | None:
+    """The rows beside the tokens of labelled texts; None if the data are of running text."""
     if not data.meta or "labels" not in data.meta:
         return None
     try:
