@@ -8,7 +8,9 @@ If everything ran at one speed, the points would lie on a line through the origi
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from oelm.bench.contest import arithmetic, configure, contender
 from oelm.bench.measure import interleave
 from oelm.files import write_atomic
 from oelm.machine import cores
-from oelm.report.figures import proportional
+from oelm.report import figures
 
 TOKENS = 2_048
 SIZES = [
@@ -54,6 +56,22 @@ def main() -> None:
     )
     write_atomic(options.out.with_name(f"{name}.md"), text)
     print(text)
+
+
+def proportional(points: Sequence[tuple[str, float, float]], x_label: str, y_label: str) -> str:
+    """Named points, and the line through the origin that fits them best."""
+    x, y = (np.array([point[i] for point in points]) for i in (1, 2))
+    slope = float((x * y).sum() / (x * x).sum())
+    with figures.drawing(figures.WIDTH, 3.6) as (figure, ax):
+        ax.plot([0, x.max()], [0, slope * x.max()], color=figures.INK, linewidth=1, linestyle="--")
+        ax.plot(x, y, "o", color=figures.COLOURS[1])
+        for i, (name, at_x, at_y) in enumerate(points):  # neighbours have theirs on different sides
+            side: dict[str, Any] = dict(xytext=(-5, 4), ha="right") if i % 2 else dict(xytext=(5, -9))
+            ax.annotate(name, (at_x, at_y), textcoords="offset points", fontsize=8, **side)
+        ax.set_xlim(0, 1.2 * x.max())
+        ax.set_ylim(0, 1.1 * y.max())
+        figures.labels(ax, x_label, y_label)
+        return figures.svg(figure)
 
 
 if __name__ == "__main__":

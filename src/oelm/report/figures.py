@@ -38,14 +38,14 @@ Curve = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @contextmanager
-def _drawing(width: float, height: float, columns: int = 1) -> Iterator[tuple[Figure, Any]]:
+def drawing(width: float, height: float) -> Iterator[tuple[Figure, Any]]:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasSVG(figure)
-        yield figure, figure.subplots(1, columns)
+        yield figure, figure.subplots()
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
     out = io.StringIO()
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the reader's font has them
@@ -60,7 +60,7 @@ def colours(setting: Setting) -> dict[str, str]:
 
 def gaps(rows: Sequence[tuple[str, Gap]], score: Score, criterion: float, label: str, limit: str) -> str:
     """Gap per arm with its bounds, and the line that decides."""
-    with _drawing(WIDTH, 0.9 + 0.42 * len(rows)) as (figure, ax):
+    with drawing(WIDTH, 0.9 + 0.42 * len(rows)) as (figure, ax):
         for y, (_, gap) in enumerate(rows):
             colour = VERDICTS[gap.verdict]
             low, high, centre = (score.change(difference) for difference in (gap.low, gap.high, gap.mean))
@@ -73,7 +73,7 @@ def gaps(rows: Sequence[tuple[str, Gap]], score: Score, criterion: float, label:
         ax.annotate(limit, (bar, 1.0), xycoords=("data", "axes fraction"), xytext=(4, 2), textcoords="offset points",
                     fontsize=8.5, color=VERDICTS["FAIL"])  # fmt: skip
         _horizontal(ax, [name for name, _ in rows], label)
-        return _svg(figure)
+        return svg(figure)
 
 
 def short(name: str, most: int = 40) -> str:
@@ -92,16 +92,16 @@ def curves(
     found: Mapping[str, Curve], shades: Mapping[str, str], x_label: str, y_label: str, logarithmic: bool = True
 ) -> str:
     """A score over training, with bands over seeds; perplexity on a logarithmic axis."""
-    with _drawing(WIDTH, _height(found)) as (figure, ax):
+    with drawing(WIDTH, _height(found)) as (figure, ax):
         lines = _lines([shades[name] for name in found])
         for (name, (x, middle, low, high)), line in zip(found.items(), lines, strict=True):
             ax.plot(x, middle, line, color=shades[name], label=name, linewidth=1.6)
             ax.fill_between(x, low, high, color=shades[name], alpha=0.18, linewidth=0)
         if logarithmic:
             _logarithmic(ax, np.concatenate([middle for _, middle, _, _ in found.values()]))
-        _labels(ax, x_label, y_label)
+        labels(ax, x_label, y_label)
         _legend(ax)
-        return _svg(figure)
+        return svg(figure)
 
 
 def _lines(shades: Sequence[str]) -> list[str]:
@@ -119,7 +119,7 @@ def _logarithmic(ax: Axes, values: np.ndarray) -> None:
     ax.minorticks_off()
 
 
-def _labels(ax: Axes, x_label: str, y_label: str) -> None:
+def labels(ax: Axes, x_label: str, y_label: str) -> None:
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label, rotation_mode="anchor", horizontalalignment="center")
 
@@ -138,7 +138,7 @@ def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float
           x_label: str, y_label: str, better: int = -1) -> str:  # fmt: skip
     """Final validation score over the learning rate; the chosen one is filled, one that diverged a cross as bad as the
     worst. `better`: up or down."""
-    with _drawing(WIDTH, _height(found)) as (figure, ax):
+    with drawing(WIDTH, _height(found)) as (figure, ax):
         ended = [v for by_rate in found.values() for v in by_rate.values() if v < math.inf]
         worst = min(ended or [1.0], key=lambda v: v * better)
         lines = _lines([shades[name] for name in found])
@@ -155,14 +155,14 @@ def rates(found: Mapping[str, Mapping[float, float]], chosen: Mapping[str, float
         ticks = sorted({rate for by_rate in found.values() for rate in by_rate})
         ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.minorticks_off()
-        _labels(ax, x_label, y_label)
+        labels(ax, x_label, y_label)
         _legend(ax)
-        return _svg(figure)
+        return svg(figure)
 
 
 def waterfall(steps: Sequence[tuple[str, float, float]], label: str, better: int = -1) -> str:
     """Bars from where one arm stands to where the next does; `steps` are (label, from, to), `better` up or down."""
-    with _drawing(WIDTH, 0.9 + 0.45 * len(steps)) as (figure, ax):
+    with drawing(WIDTH, 0.9 + 0.45 * len(steps)) as (figure, ax):
         ends = [x for _, *pair in steps for x in pair]
         span = max(ends) - min(ends)
         for y, (_, start, end) in enumerate(steps):
@@ -176,14 +176,14 @@ def waterfall(steps: Sequence[tuple[str, float, float]], label: str, better: int
                 ax.plot([end, end], [y + 0.3, y + 0.7], color=INK, linewidth=0.8)
         ax.axvline(0, color=INK, linewidth=1)
         _horizontal(ax, [name for name, _, _ in steps], label)
-        return _svg(figure)
+        return svg(figure)
 
 
 def speedups(
     rows: Sequence[tuple[str, float, float | None, float | None, float | None]], label: str, bound_label: str
 ) -> str:
     """Bars with bounds; `rows` are (name, value, low, high, what arithmetic allows at most or None)."""
-    with _drawing(WIDTH, 0.9 + 0.42 * len(rows)) as (figure, ax):
+    with drawing(WIDTH, 0.9 + 0.42 * len(rows)) as (figure, ax):
         for y, (_, value, low, high, bound) in enumerate(rows):
             ax.barh(y, value, color=COLOURS[1] if y else INK, alpha=0.6, height=0.6)
             if low is not None and high is not None:
@@ -197,30 +197,14 @@ def speedups(
         _horizontal(ax, [name for name, *_ in rows], label)
         if any(bound not in (None, 1) for *_, bound in rows):
             _legend(ax)
-        return _svg(figure)
-
-
-def proportional(points: Sequence[tuple[str, float, float]], x_label: str, y_label: str) -> str:
-    """Named points, and the line through the origin that fits them best."""
-    x, y = (np.array([point[i] for point in points]) for i in (1, 2))
-    slope = float((x * y).sum() / (x * x).sum())
-    with _drawing(WIDTH, 3.6) as (figure, ax):
-        ax.plot([0, x.max()], [0, slope * x.max()], color=INK, linewidth=1, linestyle="--")
-        ax.plot(x, y, "o", color=COLOURS[1])
-        for i, (name, at_x, at_y) in enumerate(points):  # neighbours have theirs on different sides
-            side: dict[str, Any] = dict(xytext=(-5, 4), ha="right") if i % 2 else dict(xytext=(5, -9))
-            ax.annotate(name, (at_x, at_y), textcoords="offset points", fontsize=8, **side)
-        ax.set_xlim(0, 1.2 * x.max())
-        ax.set_ylim(0, 1.1 * y.max())
-        _labels(ax, x_label, y_label)
-        return _svg(figure)
+        return svg(figure)
 
 
 def trend(
     settings: Sequence[str], found: Mapping[str, Sequence[Gap | None]], score: Score, criterion: float, y_label: str
 ) -> str:
     """Gap per arm from setting to setting."""
-    with _drawing(WIDTH, _height(found)) as (figure, ax):
+    with drawing(WIDTH, _height(found)) as (figure, ax):
         for i, (name, row) in enumerate(found.items()):
             shift = 0.08 * (i - (len(found) - 1) / 2)
             colour = COLOURS[(i + 1) % len(COLOURS)]
@@ -234,9 +218,9 @@ def trend(
         ax.axhline(score.change(score.bar(criterion)), color=VERDICTS["FAIL"], linewidth=1.2, linestyle="--")
         ax.axhline(0, color=INK, linewidth=1)
         ax.set_xticks(range(len(settings)), [short(name, 80 // len(settings)) for name in settings])
-        _labels(ax, "", y_label)
+        labels(ax, "", y_label)
         _legend(ax)
-        return _svg(figure)
+        return svg(figure)
 
 
 def run_curve(train: Sequence[tuple[int, float]], val: Sequence[tuple[int, float]], label: str) -> str:
