@@ -6,9 +6,9 @@ import pytest
 
 from oelm.data.examples import Labelling
 from oelm.data.labelled import BucketOrder, open_labelled
-from oelm.data.tokens import open_data
 from oelm.data.prepare import prepare
 from oelm.data.tokenizer import ByteTokenizer
+from oelm.data.tokens import open_data
 from oelm.errors import UserError
 from tests.small_encoder import LABELS, make_rows, prepared, write_rows
 

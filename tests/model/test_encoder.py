@@ -74,7 +74,7 @@ def test_oelm_v2_has_the_orthonormal_factor_of_each_heads_pretrained_block(encod
     untouched = [name for name in before if name not in {change.name for change in changes}]
     assert all(torch.equal(before[name], after[name]) for name in untouched)
     assert f"{QUERY}.bias" in untouched
-    frozen = freeze.frozen_names(model, config)
+    frozen = freeze.apply(model, config)
     assert {f"{QUERY}.weight", f"{QUERY}.bias"} <= set(frozen)
     assert len(frozen) == 8
 
@@ -95,14 +95,14 @@ def test_drawn_arms_overwrite_the_pretrained_matrices(encoder, name, std, is_fro
         n for n in parameters(model) if n.endswith(("query.weight", "key.weight"))
     }
     assert parameters(model)[f"{QUERY}.weight"].std().item() == pytest.approx(std, rel=0.1)
-    assert bool(freeze.frozen_names(model, config)) == is_frozen
+    assert bool(freeze.apply(model, config)) == is_frozen
     assert all(abs(change.kept) < 0.2 for change in changes)
 
 
 def test_frozen_changes_nothing_and_freezes_queries_and_keys(encoder):
     config, model, changes = arm(encoder, "frozen")
     assert not changes
-    assert len(freeze.frozen_names(model, config)) == 8
+    assert len(freeze.apply(model, config)) == 8
 
 
 @pytest.mark.parametrize(("name", "arch"), [("frozen", "gpt"), ("damaged_baseline", "bert-base")])
@@ -131,7 +131,7 @@ def test_encoders_of_other_families_have_their_queries_and_keys_found(tmp_path, 
     AutoModel.from_config(AutoConfig.for_model(**usual, **shape)).save_pretrained(tmp_path / "other")
     config, model, changes = arm(tmp_path / "other", "oelm_v2")
     assert len(changes) == 4
-    assert len(freeze.frozen_names(model, config)) == 8
+    assert len(freeze.apply(model, config)) == 8
     tokens = torch.randint(5, 50, (2, 9))
     kinds = torch.zeros_like(tokens) if shape["model_type"] == "roberta" else torch.arange(9).expand(2, 9) // 5
     assert class_logits(model, (tokens, torch.ones_like(tokens), kinds)).shape == (2, 3)

@@ -26,7 +26,7 @@ def test_the_baseline_freezes_nothing():
 def test_the_fingerprint_sees_a_single_flipped_bit():
     config = resolve({"preset": "tiny", "model_type": "oelm_v2"})
     model = build_model(config)
-    names = freeze.frozen_names(model, config)
+    names = freeze.apply(model, config)
     before = freeze.fingerprint(model, names)
     with torch.no_grad():
         weight = model.blocks[1].attention.k.weight.view(torch.int32)

@@ -30,14 +30,9 @@ def policy_of(model: nn.Module, config: RunConfig) -> Policy:
     return config.policy
 
 
-def frozen_names(model: nn.Module, config: RunConfig, step: int = 0) -> list[str]:
-    """Names of the parameters that update `step` must not change. The one place that decides it."""
-    return policy_of(model, config).frozen((name for name, _ in model.named_parameters()), step)
-
-
 def apply(model: nn.Module, config: RunConfig, step: int = 0) -> list[str]:
     """Set `requires_grad` of every parameter for `step`; returns the frozen names."""
-    frozen = frozen_names(model, config, step)
+    frozen = policy_of(model, config).frozen((name for name, _ in model.named_parameters()), step)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     return frozen
