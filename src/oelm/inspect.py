@@ -11,7 +11,7 @@ from oelm.arms import ARMS
 from oelm.config import RunConfig
 
 
-def show_arms(as_json: bool = False) -> None:
+def show_arms(as_json: bool) -> None:
     if as_json:
         kinds = {"drawn": False, "pretrained": True}
         every = {kind: {name: arm.settings_for(is_) for name, arm in ARMS.items()} for kind, is_ in kinds.items()}
@@ -25,13 +25,6 @@ def show_arms(as_json: bool = False) -> None:
                 settings = ", ".join(f"{key} {value}" for key, value in found.items())
                 table.add_row(name, settings, (arm.about_pretrained if pretrained else "") or arm.about)
         Console().print(table, "")
-
-
-def show_policies() -> None:
-    """The language of the setting `freeze`."""
-    from oelm import policy
-
-    print(policy.__doc__)
 
 
 def _phases(found: list[dict[str, Any]]) -> Table:

@@ -155,15 +155,15 @@ def inspect_verb(parser: Parser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from oelm.inspect import show_arms, show_cost, show_policies
+    from oelm import policy
+    from oelm.inspect import show_arms, show_cost
 
     if options.policies:
-        show_policies()
-        return
-    if options.arms:
-        show_arms(as_json=options.json)
-        return
-    show_cost(config_of(options), as_json=options.json)
+        print(policy.__doc__)
+    elif options.arms:
+        show_arms(options.json)
+    else:
+        show_cost(config_of(options), options.json)
 
 
 def predict_verb(parser: Parser) -> None:
