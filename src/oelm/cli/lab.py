@@ -35,25 +35,22 @@ def run_verb(parser: Parser) -> None:
     parser.add_argument("--on", choices=["here", "slurm"], default="here", help="default here")
     group = parser.add_argument_group("slurm")
     group.add_argument("--partition", metavar="NAME")
-    group.add_argument(
-        "--time", type=int, dest="minutes", metavar="MINUTES", help="time limit of a job; it is requeued"
-    )
+    group.add_argument("--time", type=int, metavar="MINUTES", help="time limit of a job; it is requeued")
     group.add_argument("--gres", metavar="gpu:1")
     group.add_argument("--cpus", type=int, metavar="N", help="cores per job (default 1)")
     group.add_argument("--mem", metavar="8G")
     parser.set_defaults(run=_run_plan)
 
 
-SLURM_ONLY = {"partition": "partition", "minutes": "time", "gres": "gres", "cpus": "cpus", "mem": "mem"}
-HERE_ONLY = {"gpus": "gpus", "slots": "slots", "detach": "detach"}
-"""Options of one place, with the names of their flags."""
+SLURM_ONLY, HERE_ONLY = ("partition", "time", "gres", "cpus", "mem"), ("gpus", "slots", "detach")
+"""Options of one place."""
 
 
 def _run_plan(options: argparse.Namespace) -> int:
     foreign, advice = (HERE_ONLY, "for runs here") if options.on == "slurm" else (SLURM_ONLY, "for --on slurm")
-    for key, flag in foreign.items():
+    for key in foreign:
         if getattr(options, key) not in (None, False):
-            raise UserError(f"--{flag} is {advice}")
+            raise UserError(f"--{key} is {advice}")
     if options.slots is not None and not 1 <= options.slots <= 1024:
         raise UserError(f"--slots {options.slots}: take 1 to 1024")
     from oelm.lab import run

@@ -60,9 +60,9 @@ def submit(plan: Plan, runs: list[PlannedRun], out: Path, options: dict[str, Any
         raise UserError("--on slurm needs submitit: pip install 'oelm[slurm]'") from None
     if plan.choices:
         raise UserError("--on slurm cannot follow a [select]: run its candidates first with --only, or run it locally")
-    for name in ("minutes", "cpus"):
+    for name in ("time", "cpus"):
         if options.get(name) is not None and not 0 < options[name] < 1_000_000:
-            raise UserError(f"--{'time' if name == 'minutes' else name} {options[name]}: take a number above 0")
+            raise UserError(f"--{name} {options[name]}: take a number above 0")
     for name in ("partition", "gres", "mem"):
         if options.get(name) and not re.fullmatch(r"[\w.:,=*/-]+", options[name]):
             raise UserError(f"--{name} {options[name]!r}: Slurm has no such names")
@@ -93,7 +93,7 @@ def submit(plan: Plan, runs: list[PlannedRun], out: Path, options: dict[str, Any
 
 
 def _parameters(options: dict[str, Any]) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"timeout_min": options.get("minutes") or 24 * 60, "nodes": 1, "tasks_per_node": 1}
+    parameters: dict[str, Any] = {"timeout_min": options.get("time") or 24 * 60, "nodes": 1, "tasks_per_node": 1}
     parameters["cpus_per_task"] = int(options.get("cpus") or 1)
     additional = {"requeue": True, "open-mode": "append"}
     if options.get("partition"):
