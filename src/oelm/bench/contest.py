@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm import __version__, encoders
@@ -25,7 +24,7 @@ from oelm.machine import describe, keep_memory, now
 from oelm.model import cost
 from oelm.model.build import build_model
 from oelm.model.gpt import GPT
-from oelm.train.classify import class_logits
+from oelm.train.classify import class_loss
 from oelm.train.distributed import World
 from oelm.train.step import Update
 from oelm.train.task import Batch
@@ -85,7 +84,7 @@ def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Pat
     loss = _headless_loss if headless else _loss
     if config.labels:
         batch = (tokens, torch.ones_like(tokens), torch.zeros_like(tokens), targets[:, 0] % config.labels)
-        loss = _class_loss
+        loss = class_loss
     if name in PEERS:
         step = peer(name, config, nanogpt)
         return lambda: step(tokens, targets)
@@ -102,10 +101,6 @@ def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Pat
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(*batch)
-
-
-def _class_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(class_logits(model, batch), batch[-1])
 
 
 def _headless_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,5 +1,6 @@
 """The command line: verbs to functions, nothing more. Imports torch only inside the verbs that need it."""
 
+import inspect
 import io
 import os
 import signal
@@ -99,10 +100,8 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
     verbs = {}
     for name, build in VERBS.items():
-        about = (build.__doc__ or "").partition("\n")
-        verb = subparsers.add_parser(
-            name, help=about[0].replace("%", "%%"), description=f"{about[0]}\n{_dedent(about[2])}"
-        )
+        about = inspect.getdoc(build) or ""
+        verb = subparsers.add_parser(name, help=about.partition("\n")[0].replace("%", "%%"), description=about)
         build(verb)
         verbs[name] = verb
     return parser, verbs
@@ -126,7 +125,3 @@ VERBS = {
     "profile": speed.profile_verb,
     "demo": lab.demo_verb,
 }
-
-
-def _dedent(text: str) -> str:
-    return "\n".join(line.removeprefix("    ") for line in text.splitlines())

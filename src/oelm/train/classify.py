@@ -51,7 +51,7 @@ class Classification(Task):
         return (*pad(examples, self.data.template.pad), torch.from_numpy(self.data.rows[split][index, 3]))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(class_logits(model, batch), batch[-1])
+        return class_loss(model, batch)
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module, split: str, stop: Callable[[], bool]) -> Evaluation:
@@ -83,6 +83,10 @@ def pad(examples: Sequence[tuple[np.ndarray, np.ndarray]], padding: int) -> tupl
         mask[row, : len(ids)] = 1
         kinds[row, : len(ids)] = torch.from_numpy(types)
     return tokens, mask, kinds
+
+
+def class_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(class_logits(model, batch), batch[-1])
 
 
 def class_logits(model: nn.Module, batch: Batch) -> Tensor:
