@@ -1,7 +1,6 @@
 """`oelm inspect`: what an arm is and costs, as a table or JSON."""
 
 import json
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +8,7 @@ from rich.table import Table
 from oelm import encoders
 from oelm.arms import ARMS
 from oelm.config import RunConfig
+from oelm.tables import table
 
 
 def show_arms(as_json: bool) -> None:
@@ -18,25 +18,13 @@ def show_arms(as_json: bool) -> None:
         print(json.dumps(every, indent=2))
         return
     for heading, pretrained in (("in a GPT, or any drawn model", False), ("in a pretrained encoder", True)):
-        table = Table("arm", "settings", heading, box=None, header_style="bold", pad_edge=False)
+        rows = []
         for name, arm in ARMS.items():
             found = arm.settings_for(pretrained)
             if found is not None and found.get("frames") not in (("shared", "sliced") if pretrained else ()):
                 settings = ", ".join(f"{key} {value}" for key, value in found.items())
-                table.add_row(name, settings, (arm.about_pretrained if pretrained else "") or arm.about)
-        Console().print(table, "")
-
-
-def _phases(found: list[dict[str, Any]]) -> Table:
-    table = Table("\nfrom step", box=None, header_style="bold", pad_edge=False)
-    for heading in ("frozen tensors", "of all Q/K", "trainable"):
-        table.add_column(f"\n{heading}", justify="right")
-    for row in found:
-        rests = " (most steps)" if row["rests"] else ""
-        table.add_row(
-            f"{row['step']:,}", f"{len(row['frozen'])}{rests}", f"{row['qk_share']:.0%}", f"{row['trainable']:,}"
-        )
-    return table
+                rows.append((name, settings, (arm.about_pretrained if pretrained else "") or arm.about))
+        Console().print(table(("arm", "settings", heading), rows, words=3), "")
 
 
 def show_cost(config: RunConfig, as_json: bool) -> None:
@@ -52,15 +40,16 @@ def show_cost(config: RunConfig, as_json: bool) -> None:
         f"[bold]{config.model_type}[/] at {config.preset}: frames {config.frames}, freeze {config.freeze}{added}; "
         f"batch {config.micro_batch or config.batch_size} x {config.seq_len}\n"
     )
-    table = Table("part", box=None, header_style="bold", pad_edge=False)
-    for heading in ("total", "trainable", "frozen"):
-        table.add_column(heading, justify="right")
-    for row in report["parts"]:
-        table.add_row(row["part"], *(f"{row[key]:,}" for key in ("total", "trainable", "frozen")))
-    table.add_section()
-    table.add_row("all", *(f"{report[key]:,}" for key in ("total", "trainable", "frozen")), style="bold")
-    console.print(table)
-    console.print(_phases(report["phases"]))
+    counts = ("total", "trainable", "frozen")
+    parts = table(("part", *counts), [[row["part"], *(f"{row[key]:,}" for key in counts)] for row in report["parts"]])
+    parts.add_section()
+    parts.add_row("all", *(f"{report[key]:,}" for key in counts), style="bold")
+    phases = [
+        (f"{row['step']:,}", f"{len(row['frozen'])}{' (most steps)' if row['rests'] else ''}",
+         f"{row['qk_share']:.0%}", f"{row['trainable']:,}")
+        for row in report["phases"]
+    ]  # fmt: skip
+    console.print(parts, table(("\nfrom step", "\nfrozen tensors", "\nof all Q/K", "\ntrainable"), phases))
     flops, bounds = report["flops_per_token"], report["bounds"]
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column()

@@ -181,7 +181,7 @@ def contest(
 HEADINGS = ["model", "ms", "tokens/s", "of peak", "speed-up", "theory", "memory"]
 
 
-def table(found: Contest) -> tuple[list[str], list[list[str]]]:
+def columns(found: Contest) -> tuple[list[str], list[list[str]]]:
     """Headings and rows, without columns that nothing stands in."""
     rows = [
         [
@@ -236,7 +236,7 @@ def write(found: Contest, prefix: Path) -> list[Path]:
         "en",
         "",
         "",
-        [Table(*table(found)), Figure(svg, "speed-up"), facts],
+        [Table(*columns(found)), Figure(svg, "speed-up"), facts],
     )
     texts = {
         prefix.with_name(prefix.name + ".json"): json.dumps(asdict(found), indent=2) + "\n",

@@ -50,10 +50,12 @@ def _bench(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     import torch
+    from rich.console import Console
 
-    from oelm.bench.contest import caption, configure, contest, shape_for, table, write
+    from oelm.bench.contest import caption, columns, configure, contest, shape_for, write
     from oelm.bench.measure import GEMM_SIZES
     from oelm.machine import cores
+    from oelm.tables import table
 
     torch.set_num_threads(options.threads or cores())
     given = {key: getattr(options, key) for key in ("dropout", "batch_size", "seq_len", "arch")}
@@ -70,7 +72,8 @@ def _bench(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(asdict(found), indent=2))
     else:
-        _show(*table(found), caption(found))
+        headings, rows = columns(found)
+        Console(highlight=False).print(table(headings, rows, wrap=False), f"\n{caption(found)}")
     if options.out:
         for path in write(found, options.out):
             if not options.json:
@@ -99,9 +102,11 @@ def _profile(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     import torch
+    from rich.console import Console
 
     from oelm.bench.profile import profile_step
     from oelm.machine import cores
+    from oelm.tables import table
 
     torch.set_num_threads(config.threads or cores())
     if options.trace:
@@ -113,7 +118,7 @@ def _profile(options: argparse.Namespace) -> None:
         facts = dict(config=config.model_dump(), threads=torch.get_num_threads(), steps=options.steps, seconds=whole)
         print(json.dumps(facts | {"parts": [asdict(part) for part in parts]}, indent=2))
         return
-    table = [
+    rows = [
         [part.name, f"{1000 * part.forward:,.1f}", f"{1000 * part.backward:,.1f}", f"{part.seconds / whole:.1%}",
          f"{part.kept / 2**20:,.1f}" if part.kept > 0 else ""]
         for part in sorted(parts, key=lambda part: -part.seconds)
@@ -123,7 +128,8 @@ def _profile(options: argparse.Namespace) -> None:
         f"{config.model_type} at {config.preset}, {batch} tokens a step: {1000 * whole:,.1f} ms, the profiler's own "
         "time included. Head and loss make their gradients in the forward pass."
     )
-    _show(["part", "forward ms", "backward ms", "share", "kept MiB"], table, title)
+    headings = ("part", "forward ms", "backward ms", "share", "kept MiB")
+    Console(highlight=False).print(table(headings, rows, wrap=False), f"\n{title}")
     if options.trace:
         print(options.trace)
 
@@ -138,20 +144,6 @@ def _writable(path: Path) -> None:
             pass
     except OSError as error:
         raise UserError(f"cannot write to {path.parent}: {error.strerror}") from None
-
-
-def _show(headings: list[str], rows: list[list[str]], caption: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(f"\n{caption}")
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 
 from oelm.data.prepare import Progress as ProgressCall
 from oelm.data.tokens import SPLITS, data_root
+from oelm.tables import table
 
 SECONDS_BETWEEN_LINES = 10
 
@@ -57,14 +57,10 @@ def _lines(quiet: bool) -> ProgressCall:
 
 
 def show_meta(meta: dict[str, Any], out: Path | None) -> None:
-    table = Table(title=None, box=None, header_style="bold", pad_edge=False)
-    table.add_column("split")
-    for heading in ("documents", "tokens", "bytes"):
-        table.add_column(heading, justify="right")
-    for split in SPLITS:
-        table.add_row(split, *(f"{meta['splits'][split][key]:,}" for key in ("documents", "tokens", "bytes")))
+    counts = ("documents", "tokens", "bytes")
     console = Console(highlight=False)
-    console.print(table)
+    rows = [[split, *(f"{meta['splits'][split][key]:,}" for key in counts)] for split in SPLITS]
+    console.print(table(("split", *counts), rows))
     console.print(
         f"{meta['tokenizer']} ({meta['vocab_size']:,} tokens, {meta['dtype']}) in {out or data_root() / meta['name']}",
         markup=False,

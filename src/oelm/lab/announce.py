@@ -14,6 +14,7 @@ from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap
 from oelm.lab.study import Study
 from oelm.lab.verdict import Judgement, SettingVerdict, Verdict, reach_verdict, steps_of
 from oelm.lab.watch import make_console
+from oelm.tables import table
 from oelm.train.metrics import perplexity
 
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
@@ -62,9 +63,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 
 
 def _table(s: SettingVerdict, score: Score) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("arm", f"{s.setting.split} {score.label}", "lr", "n", "plain gap", "fair gap", "verdict"):
-        table.add_column(heading, no_wrap=True)
+    rows = []
     for name, arm in s.setting.judged.items():
         cells = [name, score.text(arm.score), f"{arm.rate:g}", str(len(arm.runs))]
         judgement = s.judgements.get(name)
@@ -72,8 +71,9 @@ def _table(s: SettingVerdict, score: Score) -> Table:
             needed = f"\n(~{judgement.fair.seeds_needed} in all)" if judgement.fair.seeds_needed else ""
             fair = f"{_two_lines(judgement.fair, score)}\nvs {judgement.against}"
             cells += [_two_lines(judgement.plain, score), fair, judgement.fair.verdict + needed]
-        table.add_row(*cells)
-    return table
+        rows.append(cells)
+    headings = ("arm", f"{s.setting.split} {score.label}", "lr", "n", "plain gap", "fair gap", "verdict")
+    return table(headings, rows, words=len(headings), wrap=False)
 
 
 def show_gap(gap: Gap, score: Score, unit: str, one_seed: str = " (one seed)") -> str:

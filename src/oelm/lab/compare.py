@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.table import Table
-
 from oelm.errors import UserError
 from oelm.lab.score import PERPLEXITY, score_of
 from oelm.lab.watch import make_console
+from oelm.tables import table
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
 
@@ -36,16 +35,12 @@ def compare_runs(runs: list[Path]) -> None:
     if not common:
         raise UserError("the runs have no validated step in common: compare runs with the same val_interval")
     shown = common if len(common) <= 12 else [common[round(i * (len(common) - 1) / 11)] for i in range(12)]
-    table = Table("step", box=None, header_style="bold", pad_edge=False)
-    names = list(curves)
-    for name in names:
-        table.add_column(f"{name} {score.label}", justify="right")
-    for name in names[1:]:
-        table.add_column(f"{name} vs {names[0]}", justify="right")
+    names, rows = list(curves), []
     for step in shown:
         gaps = (f"{score.said(curves[name][step] - curves[names[0]][step])} {score.unit}" for name in names[1:])
-        table.add_row(f"{step:,}", *(score.text(curves[name][step]) for name in names), *gaps)
-    console.print(table)
+        rows.append([f"{step:,}", *(score.text(curves[name][step]) for name in names), *gaps])
+    headings = ["step", *(f"{name} {score.label}" for name in names), *(f"{name} vs {names[0]}" for name in names[1:])]
+    console.print(table(headings, rows))
     if score is not PERPLEXITY:  # better is higher up
         curves = {name: {step: -value for step, value in curve.items()} for name, curve in curves.items()}
     text = score.text if score is PERPLEXITY else lambda value: score.text(-value)

@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from oelm import encoders
 from oelm.config import RunConfig
 from oelm.data.fit import open_fitting, usual_tokenizer
@@ -26,6 +24,7 @@ from oelm.lab.queue import Queue
 from oelm.lab.status import LabWatcher
 from oelm.lab.watch import make_console, watching
 from oelm.machine import cores
+from oelm.tables import table
 
 EFFICIENCY = 0.5
 """Share of the matrix-multiply peak that a training step is expected to reach."""
@@ -158,11 +157,8 @@ def show_dry_run(plan: Plan, only: str) -> None:
     runs = pick(plan, only)
     check_settings(runs)
     speed = _matmul_flops()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("run", "arm", "dataset"):
-        table.add_column(heading)
-    for heading in ("lr", "steps", "batch", "seed", "parameters", "trainable", "FLOPs", "time", "disk"):
-        table.add_column(heading, justify="right")
+    headings = "run arm dataset lr steps batch seed parameters trainable FLOPs time disk".split()
+    shown = table(headings, words=3)
     total_seconds, total_disk, known = 0.0, 0, True
     for run in runs:
         config, cost = run.config, estimate(_unvaried(run.config))
@@ -170,14 +166,14 @@ def show_dry_run(plan: Plan, only: str) -> None:
         total_seconds += 0 if run.folder.finished() else seconds
         total_disk, known = total_disk + cost.disk, known and cost.steps > 0
         batch = f"{config.batch_size}" + (f" x {run.processes}" if run.processes > 1 else "")
-        table.add_row(
+        shown.add_row(
             run.id, config.arm, config.dataset, f"{config.max_lr:g}",
             f"{cost.steps:,}" if cost.steps else f"{config.num_epochs:g} epochs", batch,
             str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}" if cost.steps else "?",
             roughly(seconds) if cost.steps else "?", f"{cost.disk / 2**20:,.0f} MiB",
         )  # fmt: skip
     console = make_console()
-    console.print(table)
+    console.print(shown)
     later = plan.total - len(plan.runs) if not only else 0
     if later:
         console.print(f"and {later} more once the best {plan.choices[0].setting} of each arm is known")
