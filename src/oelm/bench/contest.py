@@ -127,14 +127,9 @@ def arithmetic(config: RunConfig, shape: str, causal: bool) -> int:
 
 
 def contest(
-    names: Sequence[str],
-    shape: str,
-    settings: dict[str, Any],
-    repeats: int = measure.REPEATS,
-    nanogpt: Path | None = None,
-    tick: Callable[[], None] = lambda: None,
-    command: str = "",
-) -> Contest:
+    names: Sequence[str], shape: str, settings: dict[str, Any], repeats: int, nanogpt: Path | None,
+    tick: Callable[[], None], command: str,
+) -> Contest:  # fmt: skip
     """Time a training step of each of `names` (arms or peers), the first being what the others are compared with."""
     for name in names:
         if name not in ARMS and name not in PEERS:

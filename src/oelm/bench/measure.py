@@ -3,7 +3,7 @@
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,7 +16,6 @@ import torch
 
 from oelm.train.clock import peak_memory
 
-REPEATS = 30
 RESAMPLES = 2_000
 CONFIDENCE = 0.95
 LEAST_REPEATS = 6
@@ -74,8 +73,8 @@ def ratio(slower: np.ndarray, faster: np.ndarray) -> Interval:
     return Interval(value, float(low), float(high))
 
 
-def gemm(sizes: Sequence[tuple[int, int, int]] = GEMM_SIZES) -> dict[str, "Gemm"]:
-    return {f"gemm {m} x {k} x {n}": Gemm(m, k, n) for m, k, n in sizes}
+def gemm() -> dict[str, "Gemm"]:
+    return {f"gemm {m} x {k} x {n}": Gemm(m, k, n) for m, k, n in GEMM_SIZES}
 
 
 class Gemm:

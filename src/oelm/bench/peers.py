@@ -36,7 +36,7 @@ def check_peer(name: str, nanogpt: Path | None) -> None:
         raise UserError(f"{nanogpt / 'model.py'} is not there: --nanogpt names a checkout of nanoGPT")
 
 
-def peer(name: str, config: RunConfig, nanogpt: Path | None = None) -> Step:
+def peer(name: str, config: RunConfig, nanogpt: Path | None) -> Step:
     torch.manual_seed(config.seed)
     match name:
         case "transformers":

@@ -57,10 +57,10 @@ def _lines(quiet: bool) -> ProgressCall:
 
 
 def show_meta(meta: dict[str, Any], out: Path | None) -> None:
-    counts = ("documents", "tokens", "bytes")
+    kinds = ("documents", "tokens", "bytes")
     console = Console(highlight=False)
-    rows = [[split, *(f"{meta['splits'][split][key]:,}" for key in counts)] for split in SPLITS]
-    console.print(table(("split", *counts), rows))
+    rows = [[split, *(f"{meta['splits'][split][key]:,}" for key in kinds)] for split in SPLITS]
+    console.print(table(("split", *kinds), rows))
     console.print(
         f"{meta['tokenizer']} ({meta['vocab_size']:,} tokens, {meta['dtype']}) in {out or data_root() / meta['name']}",
         markup=False,

@@ -157,8 +157,8 @@ def show_dry_run(plan: Plan, only: str) -> None:
     runs = pick(plan, only)
     check_settings(runs)
     speed = _matmul_flops()
-    headings = "run arm dataset lr steps batch seed parameters trainable FLOPs time disk".split()
-    shown = table(headings, words=3)
+    numbers = ("lr", "steps", "batch", "seed", "parameters", "trainable", "FLOPs", "time", "disk")
+    shown = table(("run", "arm", "dataset", *numbers), words=3)
     total_seconds, total_disk, known = 0.0, 0, True
     for run in runs:
         config, cost = run.config, estimate(_unvaried(run.config))
