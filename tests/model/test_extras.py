@@ -71,6 +71,14 @@ def test_every_parameter_of_an_extra_gets_a_gradient_beside_frozen_frames(extra)
         assert name in frozen or parameter.grad.abs().sum() > 0, name
 
 
+def test_the_temperature_acts_behind_the_norm():
+    model = gpt(frames="orthogonal", temperature=True, qk_norm=True)
+    before = model(tokens())
+    with torch.no_grad():
+        model.blocks[0].attention.mixing.temperature.mul_(3.0)
+    assert (model(tokens()) - before).abs().max() > 1e-3
+
+
 def test_a_full_shift_gives_each_position_the_key_of_the_token_before():
     plain, shifted = gpt(frames="orthogonal"), gpt(frames="orthogonal", key_shift=1.0)
     x = torch.randn(1, 24, 48, generator=torch.Generator().manual_seed(2))

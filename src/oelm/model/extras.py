@@ -70,10 +70,10 @@ class Mixing(nn.Module):
             q_BHTK = q_HNK.unflatten(1, (-1, q_BHTK.shape[-2])).transpose(0, 1)
         if "gain" in self.names:
             q_BHTK = q_BHTK * self.gain
-        if "temperature" in self.names:
-            q_BHTK = q_BHTK * self.temperature
         if self.normed:
             q_BHTK, k_BHTK = (F.rms_norm(tensor, tensor.shape[-1:]) for tensor in (q_BHTK, k_BHTK))
+        if "temperature" in self.names:  # behind the norm, which would take it out again
+            q_BHTK = q_BHTK * self.temperature
         if self.rotated:
             q_BHTK, k_BHTK = self._turned(q_BHTK), self._turned(k_BHTK)
         return q_BHTK, k_BHTK
