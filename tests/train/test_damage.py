@@ -184,10 +184,39 @@ def test_damaged_frames_are_refused_by_train_and_generate(interrupted, oelm, dam
         assert (result.code, "frozen.safetensors is damaged" in result.err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "content", [None, "", "5\n", '{"step": 0}\n', '{"step": 0, "frozen": {}}\n', '{"step": 0, "fro']
+)
+def test_a_lost_freeze_audit_is_made_anew(interrupted, oelm, content):
+    folder = interrupted("--freeze", "qk:from0.5")
+    folder.audit.unlink() if content is None else folder.audit.write_text(content)
+    result = oelm("train", "--resume", folder.path)
+    assert (result.code, "freeze_audit.jsonl is damaged or missing" in result.out) == (0, True)
+    last = json.loads(folder.audit.read_text().splitlines()[-1])
+    assert last["step"] == 9
+    assert {name.split(".")[3] for name in last["frozen"]} == {"q", "k"}
+
+
+def test_what_is_frozen_is_proved_after_the_audit_was_lost_too(interrupted, oelm, monkeypatch):
+    from oelm.train.step import Update
+
+    folder = interrupted("--freeze", "qk:from0.5")
+    folder.audit.unlink()
+    real = Update.apply
+
+    def meddle(self, rate):
+        real(self, rate)
+        self.model.get_parameter("blocks.0.attention.q.weight").data.add_(1.0)
+
+    monkeypatch.setattr(Update, "apply", meddle)
+    result = oelm("train", "--resume", folder.path)
+    assert (result.code, "frozen parameters changed" in result.err) == (1, True)
+
+
 def test_resuming_what_is_finished_says_so(tiny, tmp_path, oelm):
     assert tiny(*SMALL).code == 0
     result = oelm("train", "--resume", tmp_path / "run")
-    assert (result.code, "finished run" in result.err) == (2, True)
+    assert (result.code, "holds a finished run: there is nothing left to resume" in result.err) == (2, True)
 
 
 def test_a_run_that_diverges_ends_in_words(tiny):

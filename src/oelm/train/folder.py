@@ -176,7 +176,8 @@ def _refuse_foreign(folder: RunFolder) -> None:
 
 def _refuse_to_overwrite(folder: RunFolder, config: RunConfig, resume: bool) -> None:
     if folder.finished():
-        raise UserError(f"{folder.path} holds a finished run: choose another --out_dir")
+        advice = "there is nothing left to resume" if resume else "choose another --out_dir"
+        raise UserError(f"{folder.path} holds a finished run: {advice}")
     if not resume:
         raise UserError(unfinished(folder))
     before = folder.config()

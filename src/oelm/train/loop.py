@@ -101,7 +101,11 @@ class Trainer:
         if not (resume and self._restore()) and self.world.leads and self.update.stored_once:
             self._write_frozen()
         state.frozen_hash = freeze.fingerprint(self.model, self.update.stored_once)
-        self._audit = FreezeAudit(self.folder.audit, self.model, state.step, writes=self.world.leads)
+        self._audit = FreezeAudit(self.folder.audit, self.model, writes=self.world.leads)
+        if not self._audit.go_on(state.step, self.update.out(max(0, state.step - 1))):
+            self.reporter.say(
+                f"WARNING: {self.folder.audit} is damaged or missing: noted anew from step {state.step:,}"
+            )
         self._before, self._saved = state.elapsed, state.step
         self.metrics = Metrics(self.folder.metrics) if self.world.leads else None
         read = ReadAhead(self.task.micro_batches, config.num_workers, config.max_steps - 1)

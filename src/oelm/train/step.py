@@ -29,10 +29,10 @@ class Update:
         """Frozen for the whole run."""
         self.autocast, self.scaler = _precision(config, world.device)
         self._compiled = cast(nn.Module, torch.compile(model)) if config.compile else model
-        self.optimizer = build_optimizer(model, config, world.device, self._out(0))
+        self.optimizer = build_optimizer(model, config, world.device, self.out(0))
         self._train(self.policy.frozen(self._names, 0))
 
-    def _out(self, step: int) -> list[str]:
+    def out(self, step: int) -> list[str]:
         """What has no optimizer state at `step`: frozen, and not just resting until its turn comes."""
         return [name for name in self._names if self.policy.out_of_training(name, step)]
 
@@ -57,19 +57,19 @@ class Update:
         if begins and step:
             freeze.orthogonalise(self.model, self.config, step)
             before = self.optimizer.state
-            self.optimizer = build_optimizer(self.model, self.config, self.world.device, self._out(step))
+            self.optimizer = build_optimizer(self.model, self.config, self.world.device, self.out(step))
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter in before:
                         self.optimizer.state[parameter] = before[parameter]
         if frozen != self.frozen:
             self._train(frozen)
-        return self._out(step) if begins else None
+        return self.out(step) if begins else None
 
     def stand_before(self, step: int) -> None:
         """Take up the phase of the update before `step`, as a run that is to go on from there has left it."""
         last = max(0, step - 1)
-        self.optimizer = build_optimizer(self.model, self.config, self.world.device, self._out(last))
+        self.optimizer = build_optimizer(self.model, self.config, self.world.device, self.out(last))
         self._train(self.policy.frozen(self._names, last))
 
     @property
