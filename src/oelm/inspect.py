@@ -8,6 +8,7 @@ from rich.table import Table
 from oelm import encoders
 from oelm.arms import ARMS
 from oelm.config import RunConfig
+from oelm.errors import UserError
 from oelm.tables import table
 
 
@@ -28,8 +29,15 @@ def show_arms(as_json: bool) -> None:
 
 
 def show_cost(config: RunConfig, as_json: bool) -> None:
+    from oelm.data.fit import open_fitting
     from oelm.model import cost
 
+    steps = ""
+    if config.num_epochs:
+        try:
+            config = open_fitting(config)[0]
+        except UserError:
+            steps = f" (of {config.max_steps:,} steps: the data, which are not here, would tell)"
     report = cost.report(config)
     if as_json:
         print(json.dumps(report, indent=2))
@@ -49,7 +57,7 @@ def show_cost(config: RunConfig, as_json: bool) -> None:
          f"{row['qk_share']:.0%}", f"{row['trainable']:,}")
         for row in report["phases"]
     ]  # fmt: skip
-    console.print(parts, table(("\nfrom step", "\nfrozen tensors", "\nof all Q/K", "\ntrainable"), phases))
+    console.print(parts, table(("\nfrom step", "\nfrozen tensors", "\nof all Q/K", "\ntrainable"), phases), steps)
     flops, bounds = report["flops_per_token"], report["bounds"]
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column()

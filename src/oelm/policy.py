@@ -35,6 +35,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Parts by the names of their parameters: this package's GPT, then encoders like BERT and DistilBERT (with biases)."""
 PARTS["qk"] = PARTS["q"] + PARTS["k"]
+MOST_SAMPLES = 1_000
+"""Steps of a phase that are looked at one by one."""
 CLAUSE = re.compile(r"(?P<what>[\w.*?-]+)(@(?P<layers>[\w.,-]+))?(:(?P<when>[\w.+-]+))?")
 WHEN = re.compile(
     r"(?P<kind>until|last|from)(?P<share>[\d.]+)(?P<then>\+polar|\+polar-scale)?"
@@ -117,6 +119,11 @@ class Policy:
         """Which of the named parameters update `step` must leave alone."""
         return [name for name in names if any(self._holds(clause, name, step) for clause in self.clauses)]
 
+    def mostly_frozen(self, names: Iterable[str], step: int) -> list[str]:
+        """The same for most updates of the phase that `step` is in, those of an `every` turn apart."""
+        clauses = [clause for clause in self.clauses if clause.when.kind == "every"]
+        return [n for n in names if self.out_of_training(n, step) or any(clause.matches(n) for clause in clauses)]
+
     def always(self, names: Iterable[str]) -> list[str]:
         """Frozen for the whole run."""
         constant = [clause for clause in self.clauses if clause.when.kind == "always"]
@@ -136,8 +143,8 @@ class Policy:
         return sorted(starts)
 
     def samples(self) -> Iterator[tuple[int, range]]:
-        """The length of each phase, and steps of it that stand for all: until `every` repeats itself."""
-        window = math.lcm(*(clause.when.period for clause in self.clauses))
+        """The length of each phase, and steps that stand for it: until `every` repeats itself, if it does so soon."""
+        window = min(MOST_SAMPLES, math.lcm(*(clause.when.period for clause in self.clauses)))
         for start, end in itertools.pairwise([*self.phases(), self.steps]):
             yield end - start, range(start, min(end, start + window))
 

@@ -58,6 +58,16 @@ def test_checkpoints_hold_what_is_ever_trained(policy, checkpoint, once):
     assert sizes == {"checkpoint": 4 * checkpoint, "frozen_once": 4 * once}
 
 
+def test_a_phase_that_begins_with_a_turn_is_shown_as_what_rests_in_it():
+    rows = cost.phases(resolve({"preset": "tiny", "max_steps": 100, "freeze": "qk:every2; v:until0.51"}))
+    assert [(row["step"], row["qk_share"], row["rests"]) for row in rows] == [(0, 1.0, True), (51, 1.0, True)]
+
+
+def test_turns_that_hardly_ever_meet_are_not_walked_to_their_end():
+    policy = resolve({"freeze": "q:every97; k:every101; v:every103"}).policy
+    assert sum(len(steps) for _, steps in policy.samples()) == 1_000
+
+
 def test_bounds_on_what_freezing_can_save():
     bounds = cost.freezing_bounds(resolve({"model_type": "oelm_v2"}))
     assert bounds["no_qk_weight_gradient"] == pytest.approx(1.022, abs=5e-4)

@@ -193,7 +193,7 @@ def phases(config: RunConfig) -> list[dict[str, Any]]:
     qk = {name: size for name, size in names.items() if policy.matches("qk", name)}
     rows = []
     for step in config.policy.phases():
-        frozen = config.policy.frozen(names, step)
+        frozen = config.policy.mostly_frozen(names, step)
         absent = config.num_layers - config.sliced_from if config.frames == "sliced" else 0
         whole = sum(qk.values()) + 2 * absent * config.d_model**2
         share = 1 - sum(size for name, size in qk.items() if name not in frozen) / whole
