@@ -30,6 +30,12 @@ def cores() -> int:
         return os.cpu_count() or 1
 
 
+def threads_asked() -> int:
+    """What the environment wants of OpenMP; 0: nothing. (torchrun sets it to 1 without being asked.)"""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdecimal() else 0
+
+
 def place_in_world() -> tuple[int, int]:
     """(rank, number of processes) as torchrun's environment says; alone without it."""
     try:

@@ -54,10 +54,10 @@ def _bench(options: argparse.Namespace) -> None:
 
     from oelm.bench.contest import caption, columns, configure, contest, shape_for, write
     from oelm.bench.measure import GEMM_SIZES
-    from oelm.machine import cores
+    from oelm.machine import cores, threads_asked
     from oelm.tables import table
 
-    torch.set_num_threads(options.threads or cores())
+    torch.set_num_threads(options.threads or threads_asked() or cores())
     given = {key: getattr(options, key) for key in ("dropout", "batch_size", "seq_len", "arch")}
     settings = {key: value for key, value in given.items() if value is not None}
     shape = options.shape or shape_for(settings)
@@ -105,10 +105,10 @@ def _profile(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from oelm.bench.profile import profile_step
-    from oelm.machine import cores
+    from oelm.machine import cores, threads_asked
     from oelm.tables import table
 
-    torch.set_num_threads(config.threads or cores())
+    torch.set_num_threads(config.threads or threads_asked() or cores())
     if options.trace:
         _writable(options.trace)
     with _ticking(options.steps + 1, quiet=options.json) as tick:
