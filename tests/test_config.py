@@ -64,7 +64,8 @@ def test_a_flag_on_how_long_a_run_is_wins_over_a_file_that_says_it_the_other_way
     ]  # fmt: skip
     assert [config.num_epochs for config in lengths] == [0, 2, 3, 2, 0]
     assert [config.max_steps for config in lengths if not config.num_epochs] == [5, 9]
-    assert resolve({"num_epochs": "0.0", "max_steps": "9"}).max_steps == 9  # as a command line says it
+    for zero in ("0.0", "0e0", "-0"):  # as a command line says it
+        assert resolve({"num_epochs": zero}, {"max_steps": 9}).max_steps == 9
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ result is written to `config.toml` in the run folder.
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -253,6 +254,19 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
         }
 
     @property
+    def freezes_qk(self) -> bool:
+        """Some Q/K matrix is frozen for some time, or not there."""
+        if self.arch != encoders.GPT:  # whose matrices have names of their own
+            return any(clause.what not in ("v", "o", "ffn", "embeddings") for clause in self.policy.clauses)
+        matrices = [f"blocks.{layer}.attention.{role}.weight" for layer in range(self.num_layers) for role in "qk"]
+        return self.frames == "sliced" or any(c.matches(name) for c in self.policy.clauses for name in matrices)
+
+    @property
+    def additions(self) -> dict[str, Any]:
+        """What a comparison has to share: the extras, and learning rates of its own."""
+        return {**self.extras, **({"lr_scale": self.lr_scale} if self.lr_scale else {})}
+
+    @property
     def windows_per_step(self) -> int:
         return self.batch_size * self.processes
 
@@ -262,7 +276,8 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
 
     @property
     def folder(self) -> Path:
-        return Path(self.out_dir or f"outputs/{self.dataset}_{self.model_type}_seed{self.seed}")
+        arm = re.sub(r"[^\w.+=-]+", "-", self.arm)[:100]
+        return Path(self.out_dir or f"outputs/{self.dataset}_{arm}_seed{self.seed}")
 
     def replace(self, **values: Any) -> "RunConfig":
         return build({**self.model_dump(), **values})
@@ -354,9 +369,16 @@ def resolve(flags: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of both; `above` wins, and whichever way it says how long a run is, so it does over the other."""
-    in_epochs = str(above.get("num_epochs", 0)).strip("0.") != ""
-    says = in_epochs or "max_steps" in above
+    says = "max_steps" in above or not _is_zero(above.get("num_epochs", 0))
     return {**{key: value for key, value in below.items() if not (says and key in LENGTHS)}, **above}
+
+
+def _is_zero(value: Any) -> bool:
+    """Of a file or a command line; what is no number at all is refused later."""
+    try:
+        return float(value) == 0
+    except (TypeError, ValueError):
+        return False
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:

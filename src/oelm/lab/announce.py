@@ -12,7 +12,7 @@ from oelm.errors import UserError
 from oelm.lab.score import PERPLEXITY, Score
 from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS, Gap
 from oelm.lab.study import Study
-from oelm.lab.verdict import Judgement, SettingVerdict, Verdict, reach_verdict, steps_of
+from oelm.lab.verdict import Judgement, SettingVerdict, Verdict, reach_verdict, standing, steps_of
 from oelm.lab.watch import make_console
 from oelm.tables import table
 from oelm.train.metrics import perplexity
@@ -93,7 +93,17 @@ def sentence(verdict: Verdict) -> str:
         return "INCONCLUSIVE: there is no frozen arm among these runs."
     groups = {kind: [arm for arm, found in verdict.arms.items() if found == kind] for kind in words}
     order = sorted((kind for kind in groups if groups[kind]), key=lambda kind: kind != verdict.overall)
-    return "\n".join(f"{kind}: {words[kind]} {bar}: {', '.join(groups[kind])}." for kind in order)
+    return "\n".join(
+        f"{kind}: {words[kind]} {bar}: {', '.join(arm + _where(verdict, arm, kind) for arm in groups[kind])}."
+        for kind in order
+    )
+
+
+def _where(verdict: Verdict, arm: str, kind: str) -> str:
+    """In how many settings an arm fails, if not in all; a PASS is one in all of them."""
+    found = [s for s in verdict.settings if arm in s.setting.arms]
+    count = sum(standing(arm, s) == FAIL for s in found)
+    return f" (in {count} of {len(found)} settings)" if kind == FAIL and count < len(found) else ""
 
 
 def _bar(study: Study) -> tuple[str, dict[str, str]]:

@@ -24,8 +24,9 @@ from oelm.lab.score import PERPLEXITY, Score
 from oelm.lab.status import LabWatcher, RunStatus
 from oelm.train.folder import RunFolder
 
-VARIED = {"model_type", "label", *ARM_KEYS, "max_lr", "seed", "preset", "val_interval", "batch_size", "processes"}
-"""What may differ between runs of one setting (the batch counts as a whole)."""
+VARIED = {"model_type", "label", *ARM_KEYS, "max_lr", "seed", "preset", "val_interval", "batch_size", "processes",
+          "num_epochs"}  # fmt: skip
+"""What may differ between runs of one setting (the batch counts as a whole, and the length in steps)."""
 
 
 @dataclass(eq=False)
@@ -87,6 +88,11 @@ class Arm:
         return bool(ended) and all(run.diverged for run in ended)
 
     @property
+    def seeds(self) -> set[int]:
+        """Of all runs that ended, at any learning rate."""
+        return {seed for by_seed in self.by_rate.values() for seed in by_seed}
+
+    @property
     def at_edge(self) -> bool:
         return len(self.by_rate) > 1 and self.rate in (self.rates[0], self.rates[-1])
 
@@ -136,6 +142,11 @@ class Setting:
         """Arms with a finished run at their chosen learning rate."""
         return {name: arm for name, arm in self.arms.items() if arm.runs}
 
+    @property
+    def ended(self) -> dict[str, Arm]:
+        """These, and the arms of which every run diverged."""
+        return {name: arm for name, arm in self.arms.items() if arm.runs or arm.diverged}
+
 
 @dataclass
 class Study:
@@ -169,9 +180,6 @@ def load_study(root: Path, baseline: str = "", criterion: float | None = None) -
     """Read every run below `root`; the plans that were left there say what was meant to be run."""
     plans = left_plans(root)
     baseline = baseline or _agreed("baseline", [plan.baseline for plan in plans], "baseline")
-    given = criterion if criterion is not None else _agreed("criterion", [plan.criterion for plan in plans], None)
-    if given is not None and not LEAST_CRITERION < given < MOST_CRITERION:
-        raise UserError(f"--criterion {given:g}: take a ratio of perplexities such as 1.05, or points of accuracy")
     statuses = LabWatcher(root, baseline=baseline).look()
     if not statuses:
         raise UserError(f"no run below {root}: start one with oelm train or oelm run")
@@ -190,6 +198,9 @@ def load_study(root: Path, baseline: str = "", criterion: float | None = None) -
     measures = {run.measure for run in runs}
     if len(measures) > 1:
         raise UserError(f"below {root} are language models and classifiers: judge their folders apart")
+    given = criterion if criterion is not None else _agreed("criterion", [plan.criterion for plan in plans], None)
+    if given is not None and not LEAST_CRITERION < given < MOST_CRITERION:
+        raise UserError(f"--criterion {given:g}: take a ratio of perplexities such as 1.05, or points of accuracy")
     score = next(iter(measures), PERPLEXITY)
     bar = given if given is not None else score.criterion
     return Study(root, runs, _settings(runs, baseline), statuses, damaged, plans, baseline, bar, score)

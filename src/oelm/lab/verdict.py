@@ -16,6 +16,7 @@ from oelm.lab.outcome import Run
 from oelm.lab.stats import (
     FAIL,
     INCONCLUSIVE,
+    MIN_SEEDS,
     PASS,
     Gap,
     answers_bootstrap,
@@ -97,12 +98,12 @@ def reach_verdict(study: Study) -> Verdict:
 
     Where the baseline was run and did not come to an end, the arms that did are undecided.
     """
-    settings = [_judge_setting(s, study) for s in study.settings if study.baseline in s.judged and len(s.judged) > 1]
+    settings = [_judge_setting(s, study) for s in study.settings if study.baseline in s.judged and len(s.ended) > 1]
     names = dict.fromkeys(name for s in settings for name in deciding(s.setting, study.baseline))
     waiting = [s for s in study.settings if study.baseline in s.arms and study.baseline not in s.judged]
     undecided = {name for s in waiting for name, arm in s.arms.items() if arm.finished()}
     arms = {
-        name: _across([*(_standing(name, setting) for setting in settings), *[INCONCLUSIVE] * (name in undecided)])
+        name: _across([*(standing(name, setting) for setting in settings), *[INCONCLUSIVE] * (name in undecided)])
         for name in names
     }
     threats = [*find_threats(study), *_unmatched_extras(settings, study.baseline), *_impossible_times(settings)]
@@ -133,15 +134,17 @@ def _impossible_times(settings: list[SettingVerdict]) -> Iterator[Threat]:
 
 
 def deciding(setting: Setting, baseline: str) -> list[str]:
-    """The arms that the verdict is about: the frozen ones; against a frozen baseline, all the others."""
+    """The arms that the verdict is about: those with frozen Q/K; against such a baseline, all the others."""
     every = not setting.arms[baseline].trained
-    return [name for name, arm in setting.arms.items() if name != baseline and (every or not arm.trained)]
+    return [name for name, arm in setting.arms.items() if name != baseline and (every or arm.config.freezes_qk)]
 
 
-def _standing(name: str, setting: SettingVerdict) -> str:
-    """An arm's verdict in one setting: one of which every run diverged has failed, one not yet run is undecided."""
+def standing(name: str, setting: SettingVerdict) -> str:
+    """An arm's verdict in one setting: one that diverged with all of enough seeds has failed; else it is undecided."""
     judgement, arm = setting.judgements.get(name), setting.setting.arms.get(name)
-    return judgement.fair.verdict if judgement else FAIL if arm and arm.diverged else INCONCLUSIVE
+    if judgement:
+        return judgement.fair.verdict
+    return FAIL if arm and arm.diverged and len(arm.seeds) >= MIN_SEEDS else INCONCLUSIVE
 
 
 def _across(verdicts: list[str]) -> str:
@@ -155,10 +158,17 @@ def steps_of(config: RunConfig) -> dict[str, tuple[str, str]]:
 def _judge_setting(setting: Setting, study: Study) -> SettingVerdict:
     arms, baseline = setting.judged, setting.judged[study.baseline]
     others = [a for a in arms.values() if a is not baseline and a.scores.keys() & baseline.scores.keys()]
-    against = {arm.name: fair_baseline(arm, setting, study.baseline) for arm in others}
+    against, firm = (
+        {arm.name: _strongest(arm, _fair_candidates(arm, setting, study.baseline, least)) for arm in others}
+        for least in (1, MIN_SEEDS)
+    )
     bar = study.score.bar(study.criterion)
     plain = _judged({a: paired_gap(a.scores, baseline.scores, bar) for a in others}, bar)
-    fair = _judged({a: paired_gap(a.scores, against[a.name].scores, bar) for a in others}, bar)
+    fair, sure = (
+        _judged({a: paired_gap(a.scores, other[a.name].scores, bar) for a in others}, bar) for other in (against, firm)
+    )
+    for name in [arm.name for arm in others if fair[arm.name].n < MIN_SEEDS and sure[arm.name].verdict == FAIL]:
+        against[name], fair[name] = firm[name], sure[name]  # a stronger one, with too few seeds yet, would not help it
     for arm in others:
         unmatched = not arm.trained and not _is_matched(arm, setting, study.baseline)
         if unmatched or arm.lost or has_learnt_nothing(against[arm.name]):
@@ -201,20 +211,21 @@ def _judged(gaps: dict[Arm, Gap], bar: float) -> dict[str, Gap]:
     return {arm.name: judged[arm.name] for arm in gaps}
 
 
-def fair_baseline(arm: Arm, setting: Setting, baseline: str) -> Arm:
+def _strongest(arm: Arm, candidates: list[Arm]) -> Arm:
     """The best of the candidates on validation, on the seeds that all of them have."""
-    candidates = _fair_candidates(arm, setting, baseline)
     seeds = set.intersection(*(set(other.scores) for other in (arm, *candidates)))
     return min(candidates, key=lambda other: sum(other.runs[seed].score("val") for seed in seeds))
 
 
-def _fair_candidates(arm: Arm, setting: Setting, baseline: str) -> list[Arm]:
-    """The baseline, and the trained arms with the arm's choices other than freezing, and a seed in common with all."""
+def _fair_candidates(arm: Arm, setting: Setting, baseline: str, least: int = 1) -> list[Arm]:
+    """The baseline, and the trained arms with the arm's choices other than freezing, and `least` seeds in common with
+    all, or as many as the baseline has."""
     found = [setting.judged[baseline]]
     seeds = arm.scores.keys() & found[0].scores.keys()
+    least = min(least, len(seeds))
     for other in setting.judged.values():
         alike = other.trained and _shares_choices(other.config, arm.config, found[0].config)
-        if alike and other.name not in (arm.name, baseline) and other.scores.keys() & seeds:
+        if alike and other.name not in (arm.name, baseline) and len(other.scores.keys() & seeds) >= least:
             found.append(other)
             seeds &= other.scores.keys()
     return found
@@ -222,19 +233,19 @@ def _fair_candidates(arm: Arm, setting: Setting, baseline: str) -> list[Arm]:
 
 def _shares_choices(trained: RunConfig, arm: RunConfig, baseline: RunConfig) -> bool:
     """Fair to set against `arm`: it has no extra that `arm` lacks, and starts at its scale or the baseline's."""
-    extras = all(arm.extras.get(key) == value for key, value in trained.extras.items())
-    return extras and trained.qk_scale in (arm.qk_scale, baseline.qk_scale)
+    alike = all(arm.additions.get(key) == value for key, value in trained.additions.items())
+    return alike and trained.qk_scale in (arm.qk_scale, baseline.qk_scale)
 
 
 def _needed(arm: Arm) -> dict[str, Any]:
     """What a trained arm must have, too, to be fair; what trained Q/K can do by themselves it need not."""
-    return {key: value for key, value in arm.config.extras.items() if key not in ABSORBED}
+    return {key: value for key, value in arm.config.additions.items() if key not in ABSORBED}
 
 
 def _is_matched(arm: Arm, setting: Setting, baseline: str) -> bool:
     """Some trained arm that it is fair to compare it with has what was added to it."""
     candidates = _fair_candidates(arm, setting, baseline)
-    return any(other.trained and _needed(arm).items() <= other.config.extras.items() for other in candidates)
+    return any(other.trained and _needed(arm).items() <= other.config.additions.items() for other in candidates)
 
 
 def _pairs(arm: Arm, baseline: Arm) -> list[tuple[Run, Run]]:
