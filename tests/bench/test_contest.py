@@ -105,6 +105,14 @@ def test_profile_finds_every_part_and_accounts_for_the_backward_pass(oelm, tmp_p
     assert "traceEvents" in json.loads((tmp_path / "t" / "trace.json").read_text())
 
 
+def test_an_encoder_can_be_profiled_too(oelm, encoder):
+    shape = ("--arch", encoder, "--labels", 3, "--batch_size", 4, "--micro_batch", 2, "--steps", 1, "--threads", 1)
+    result = oelm("profile", *shape, "--json")
+    assert result.code == 0, result.err
+    parts = {part["name"] for part in json.loads(result.out)["parts"]}
+    assert {"embeddings", "norms", "attention weights", "ffn", "pooler and classifier", "attention q"} <= parts
+
+
 def test_what_the_forward_pass_keeps_is_counted_by_part(oelm):
     shape = ("--preset", "tiny", "--steps", 1, "--threads", 1, "--batch_size", 64, "--json")
     parts = {part["name"]: part for part in json.loads(oelm("profile", *shape).out)["parts"]}

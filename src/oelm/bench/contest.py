@@ -77,18 +77,12 @@ class Contest:
 
 def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Path | None = None) -> Callable[[], None]:
     """A whole training step of an arm or a peer, on the same random tokens for all."""
-    chance = torch.Generator().manual_seed(0)
-    windows = torch.randint(0, config.vocab_size, (config.batch_size, config.seq_len + 1), generator=chance)
-    tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-    batch: Batch = (tokens, targets)
-    loss = _headless_loss if headless else _loss
-    if config.labels:
-        batch = (tokens, torch.ones_like(tokens), torch.zeros_like(tokens), targets[:, 0] % config.labels)
-        loss = class_loss
+    batch, loss = example(config)
     if name in PEERS:
         step = peer(name, config, nanogpt)
-        return lambda: step(tokens, targets)
+        return lambda: step(*batch)
     keep_memory()
+    loss = _headless_loss if headless else loss
     update = Update(build_model(config), config, World(0, 1, torch.device("cpu")), loss)
     turn = iter(range(10**9))
 
@@ -99,8 +93,14 @@ def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Pat
     return train
 
 
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    return model(*batch)
+def example(config: RunConfig) -> tuple[Batch, Callable[[nn.Module, Batch], Tensor]]:
+    """A batch of random tokens, the same for all, and the loss of its kind of model."""
+    chance = torch.Generator().manual_seed(0)
+    windows = torch.randint(0, config.vocab_size, (config.batch_size, config.seq_len + 1), generator=chance)
+    tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    if config.labels:
+        return (tokens, torch.ones_like(tokens), torch.zeros_like(tokens), targets[:, 0] % config.labels), class_loss
+    return (tokens, targets), lambda model, batch: model(*batch)
 
 
 def _headless_loss(model: nn.Module, batch: Batch) -> Tensor:

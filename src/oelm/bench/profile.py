@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from oelm import policy
+from oelm.bench.contest import example
 from oelm.config import RunConfig
 from oelm.errors import UserError
 from oelm.machine import keep_memory
@@ -48,10 +49,9 @@ def profile_step(
     keep_memory()
     device = pick_device(config.device)
     model = build_model(config, device)
-    update = Update(model, config, World(0, 1, device), lambda model, batch: model(*batch))
-    windows = torch.randint(0, config.vocab_size, (config.batch_size, config.seq_len + 1))
-    micro = config.micro_batch or config.batch_size
-    batches = [(part[:, :-1], part[:, 1:]) for part in windows.split(micro)]
+    whole, loss = example(config)
+    update = Update(model, config, World(0, 1, device), loss)
+    batches = list(zip(*(part.split(config.micro_batch or config.batch_size) for part in whole), strict=True))
     update.gradient(0, batches)
     update.apply(config.max_lr)
     tick()
@@ -119,18 +119,23 @@ def part_of(module: str) -> str:
     """What a module's own operations, outside its children, are called."""
     if not module:
         return "output head and loss"
-    last = module.rpartition(".")[2]
-    if last in ("q", "k", "v", "o"):
-        return f"attention {last}"
-    if last in ("tokens", "positions"):
-        return "embeddings"
+    weight, last = f"{module}.weight", module.rpartition(".")[2].lower()
+    if last.endswith("norm"):
+        return "norms"
+    for part in ("q", "k", "v", "o"):
+        if policy.matches(part, weight):
+            return f"attention {part}"
+    for part in ("ffn", "embeddings"):
+        if policy.matches(part, weight):
+            return part
     return {
         "attention": "attention weights",
+        "self": "attention weights",
         "mixing": "attention extras",
-        "up": "ffn",
-        "down": "ffn",
         "dropout": "dropout",
-    }.get(last, "norms" if last.endswith("norm") else "residual stream")
+        "pooler": "pooler and classifier",
+        "classifier": "pooler and classifier",
+    }.get(last, "residual stream")
 
 
 def _by_part(events: list[Any], steps: int) -> list[Part]:
