@@ -79,9 +79,26 @@ def with_tokenizer(arch: str) -> Path:
         ) from None
 
 
+_remembered: dict[str, dict[str, Any]] = {}
+
+
+def remember(arch: str, settings: dict[str, Any]) -> None:
+    """What a run says of its encoder: enough to read the run where the encoder itself is not."""
+    _remembered[arch] = settings
+
+
 @cache
 def settings_of(arch: str) -> dict[str, Any]:
     """The encoder's own config, as its library wrote it."""
+    try:
+        return _settings_here(arch)
+    except UserError:
+        if arch in _remembered:
+            return _remembered[arch]
+        raise
+
+
+def _settings_here(arch: str) -> dict[str, Any]:
     if arch in KNOWN and not Path(arch).is_dir():
         return KNOWN[arch]
     folder = folder_of(arch)

@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from oelm import encoders
 from oelm.config import resolve
 from oelm.errors import UserError
 from oelm.lab.announce import as_json, sentence
@@ -143,6 +145,24 @@ def test_what_is_drawn_is_not_compared_with_what_is_made_of_pretrained_matrices(
     assert drawn["orthogonality"] == ("oelm_matched", "oelm_v2")
     assert {"factor", "published_xnli"} <= pretrained.keys()
     assert not {"orthogonality", "random_to_freeze", "freeze"} & pretrained.keys()
+
+
+def test_a_study_of_an_encoder_is_judged_where_the_encoder_no_longer_is(encoder, tmp_path, oelm):
+    """The runs say what it was like; the steps are those of pretrained models."""
+    arch = shutil.copytree(encoder, tmp_path / "encoder")
+    arms, settings = ("baseline", "frozen", "oelm_v2"), dict(arch=str(arch), preset="encoder", num_epochs=0.0)
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f'[defaults]\narch = "{arch}"\nlabels = 3\nmax_steps = 20\n[matrix]\narm = {list(arms)}\n')
+    load_plan(plan, tmp_path / "runs").leave_copy()
+    for arm in arms:
+        folder = make_run(tmp_path / "runs", arm, arm, answers=answers(2_100), data=NLI, **settings)
+        (folder / "encoder.json").write_bytes((arch / "config.json").read_bytes())
+    shutil.rmtree(arch)
+    encoders.settings_of.cache_clear()
+    result = oelm("verdict", tmp_path / "runs")
+    assert result.code == 3, result.err
+    assert "baseline → frozen: +0.0" in result.out
+    assert oelm("status", tmp_path / "runs").code == 0
 
 
 def test_a_plan_goes_on_at_the_learning_rate_of_the_best_accuracy(tmp_path):

@@ -29,6 +29,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -353,6 +354,9 @@ def load_plan(path: Path, out: Path | None = None, overrides: dict[str, Any] | N
 def left_plans(root: Path) -> list[Plan]:
     """The plans whose runs lie in or below `root`, as `oelm run` left them there."""
     plans = {(path.parent, path.read_bytes()): path for path in reversed(plan_copies(root))}  # a copy of a copy
+    for encoder in [file for folder, _ in plans for file in folder.glob("*/encoder.json")]:
+        with suppress(UserError):  # a damaged run is told of where runs are read
+            RunFolder(encoder.parent).config()
     return [load_plan(path, path.parent) for path in reversed(plans.values())]
 
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from oelm import encoders
 from oelm.config import OPERATIONAL, RunConfig, load_toml, resolve
 from oelm.errors import UserError
 from oelm.files import disk_errors, is_locked, lock_file, read_json, write_atomic, write_json
@@ -63,6 +64,8 @@ class RunFolder:
         missing = [key for key in ("model_type", "dataset", "max_lr", "max_steps", "seed") if key not in values]
         if missing:
             raise UserError(f"{self.config_file} is not whole: it has no {missing[0]}")
+        if settings := read_json(self.encoder):
+            encoders.remember(str(values.get("arch")), settings)
         return resolve({}, values)
 
     def differs_from(self, config: RunConfig, apart: Collection[str] = ("vocab_size",)) -> str:
