@@ -205,7 +205,14 @@ def test_the_data_are_made_again_as_the_runs_say(tmp_path):
     make_run(tmp_path, "b", seed=2)
     text = read(tmp_path)
     assert "oelm prepare x --from mine.txt\n" in text
+    assert "The usual one, where files of your own need --from" in text.partition("mine.txt\n")[2]
     assert "oelm prepare tinystories --tokenizer bytes --out data/tinystories\n" in text
+
+
+def test_runs_below_the_working_folder_are_named_by_their_own_place(tmp_path, monkeypatch):
+    make_run(tmp_path / "outputs" / "confirm" / "stories", "a")
+    monkeypatch.chdir(tmp_path)
+    assert "oelm report outputs/confirm/stories --lang en\n" in read(tmp_path / "outputs" / "confirm" / "stories")
 
 
 def test_it_prints_the_commands_that_make_it_again(tmp_path):

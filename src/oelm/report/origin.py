@@ -68,9 +68,12 @@ def reproduce(verdict: Verdict, w: Words, options: str = "") -> Iterator[Block]:
                  for key in ("oelm", "git", "torch", "python")}  # fmt: skip
         yield Text(w("reproduce_text", version=facts["oelm"], commit=facts["git"], device=_devices(parts, w),
                      torch=facts["torch"], python=facts["python"]))  # fmt: skip
-    for command in dict.fromkeys(_preparation(run) for run in study.runs):
+    for command, known in dict.fromkeys(_preparation(run) for run in study.runs):
+        if not known:
+            yield Text(w("prepared_how"))
         yield Code(command)
-    home = Path("outputs") / study.root.resolve().name
+    root = study.root.resolve()
+    home = root.relative_to(Path.cwd()) if root.is_relative_to(Path.cwd()) else Path("outputs") / root.name
     for plan in study.plans:
         place = home / plan.out.relative_to(study.root)
         yield Code(f"oelm run {quote(plan.name)}.toml --out {quote(str(place))}")
@@ -96,18 +99,20 @@ def _asked(verdict: Verdict) -> str:
     return (f" --baseline {quote(study.baseline)}" if study.baseline != known else "") + criterion
 
 
-def _preparation(run: Run) -> str:
-    """What its data were made with, as the run says, or the data themselves where they lie here; else what is usual."""
+def _preparation(run: Run) -> tuple[str, bool]:
+    """What its data were made with, as the run says, or the data themselves where they lie here; else what is usual,
+    and False."""
     said = (run.environment or [{}])[-1].get("prepared")
     if said:
-        return str(said)
+        return str(said), True
     path = Path(run.config.data_path) if run.config.data_path else data_root() / run.config.dataset
     with suppress(UserError):
         meta = read_meta(path) or {}
         if meta.get("command") and meta["source_hash"] == run.data.get("source_hash"):
-            return str(meta["command"])
+            return str(meta["command"]), True
     place = str(path) if run.config.data_path and not path.is_absolute() else f"data/{run.config.dataset}"
-    return prepare_command(run.config.dataset, _tokenizer(run), place, tuple(map(str, run.data.get("labels", []))))
+    labels = tuple(map(str, run.data.get("labels", [])))
+    return prepare_command(run.config.dataset, _tokenizer(run), place, labels), False
 
 
 def _tokenizer(run: Run) -> str:
