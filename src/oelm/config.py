@@ -254,6 +254,12 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
         }
 
     @property
+    def attention(self) -> str:
+        """How it is made, in words."""
+        added = [f"{key} {value}" for key, value in self.extras.items()]
+        return ", ".join([f"frames {self.frames}", f"freeze {self.freeze}", *added])
+
+    @property
     def freezes_qk(self) -> bool:
         """Some Q/K matrix is frozen for some time, or not there."""
         if self.arch != encoders.GPT:  # whose matrices have names of their own

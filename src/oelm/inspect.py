@@ -43,9 +43,8 @@ def show_cost(config: RunConfig, as_json: bool) -> None:
         print(json.dumps(report, indent=2))
         return
     console = Console(highlight=False)
-    added = "".join(f", {key} {value}" for key, value in config.extras.items())
     console.print(
-        f"[bold]{config.model_type}[/] at {config.preset}: frames {config.frames}, freeze {config.freeze}{added}; "
+        f"[bold]{config.model_type}[/] at {config.preset}: {config.attention}; "
         f"batch {config.micro_batch or config.batch_size} x {config.seq_len}\n"
     )
     counts = ("total", "trainable", "frozen")

@@ -209,6 +209,13 @@ def test_the_data_are_made_again_as_the_runs_say(tmp_path):
     assert "oelm prepare tinystories --tokenizer bytes --out data/tinystories\n" in text
 
 
+def test_what_freezes_in_the_middle_of_a_run_is_shown_from_the_least_to_the_most(tmp_path):
+    make_run(tmp_path, "a")
+    file = make_run(tmp_path, "b", "oelm_v2", freeze="qk:from0.5") / "summary.json"
+    file.write_text(file.read_text().replace('"total_parameters": 1000', '"total_parameters": 26144'))
+    assert "| 0.0% – 15.7% |" in read(tmp_path)  # tiny: 2 layers x 2 matrices x 32² of 26,144
+
+
 def test_runs_below_the_working_folder_are_named_by_their_own_place(tmp_path, monkeypatch):
     make_run(tmp_path / "outputs" / "confirm" / "stories", "a")
     monkeypatch.chdir(tmp_path)

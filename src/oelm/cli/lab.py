@@ -231,7 +231,7 @@ def _pack(options: argparse.Namespace) -> None:
 
     count, others = pack(options.folder, options.file)
     left = f"; {others} that are not finished, or not whole, were left out" if others else ""
-    print(f"{options.file}: {count} runs, {options.file.stat().st_size / 2**20:.1f} MiB{left}")
+    print(f"{options.file}: {count} runs, {options.file.stat().st_size / 2**10:,.0f} KiB{left}")
 
 
 def demo_verb(parser: Parser) -> None:

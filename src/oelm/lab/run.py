@@ -163,14 +163,15 @@ def show_dry_run(plan: Plan, only: str) -> None:
     for run in runs:
         config, cost = run.config, estimate(_unvaried(run.config))
         seconds = cost.flops / (speed * EFFICIENCY) / run.processes
-        total_seconds += 0 if run.folder.finished() else seconds
-        total_disk, known = total_disk + cost.disk, known and cost.steps > 0
+        ended = run.folder.finished()
+        if not ended:
+            total_seconds, total_disk, known = total_seconds + seconds, total_disk + cost.disk, known and cost.steps > 0
         batch = f"{config.batch_size}" + (f" x {run.processes}" if run.processes > 1 else "")
         shown.add_row(
             run.id, config.arm, config.dataset, f"{config.max_lr:g}",
             f"{cost.steps:,}" if cost.steps else f"{config.num_epochs:g} epochs", batch,
             str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}" if cost.steps else "?",
-            roughly(seconds) if cost.steps else "?", f"{cost.disk / 2**20:,.0f} MiB",
+            "finished" if ended else roughly(seconds) if cost.steps else "?", f"{cost.disk / 2**20:,.0f} MiB",
         )  # fmt: skip
     console = make_console()
     console.print(shown)
@@ -179,6 +180,9 @@ def show_dry_run(plan: Plan, only: str) -> None:
         console.print(f"and {later} more once the best {plan.choices[0].setting} of each arm is known")
         total_seconds += later * total_seconds / len(runs)
         total_disk += later * total_disk // len(runs)
+    if all(run.folder.finished() for run in runs) and not later:
+        console.print(f"{len(runs)} runs, all finished")
+        return
     took = roughly(total_seconds) if known else "for a time that is known once the data are there,"
     done = sum(run.folder.finished() for run in runs)
     console.print(

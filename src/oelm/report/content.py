@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from oelm import __version__, encoders
+from oelm.config import RunConfig
 from oelm.lab.score import ACCURACY, PERPLEXITY, signed
 from oelm.lab.stats import FAIL, INCONCLUSIVE, PASS
 from oelm.lab.status import RunStatus
@@ -194,7 +195,7 @@ def _efficiency(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block
             ratio = f"{judgement.speed.ratio:.2f}" + (f" [{low:.2f}, {high:.2f}]" if judgement.speed.n > 1 else "")
         rows.append([
             name, f"{runs[0]['trainable_parameters']:,}",
-            f"{runs[0]['frozen_parameters'] / runs[0]['total_parameters']:.1%}",
+            _frozen_share(arm.config, runs[0]),
             f"{1000 * statistics.median(run['median_step_seconds'] for run in runs):.1f}", ratio, f"{bound:.3f}",
             f"{statistics.median(run['peak_memory_bytes'] for run in runs) / 2**20:,.0f}",
             f"{runs[0]['checkpoint_bytes'] / 2**20:,.1f}",
@@ -202,6 +203,16 @@ def _efficiency(s: SettingVerdict, verdict: Verdict, w: Words) -> Iterator[Block
     headings = ("arm", "trainable", "frozen_share", "step_time", "ratio", "bound", "memory", "checkpoint")
     yield Table([w(key) for key in headings], rows)
     yield Text(w("efficiency_note"))
+
+
+def _frozen_share(config: RunConfig, summary: Mapping[str, Any]) -> str:
+    """Of all parameters; from the least to the most where it changes in the course of a run."""
+    if config.policy.constant:
+        return f"{summary['frozen_parameters'] / summary['total_parameters']:.1%}"
+    from oelm.model import cost
+
+    shares = sorted(1 - phase["trainable"] / summary["total_parameters"] for phase in cost.phases(config))
+    return f"{shares[0]:.1%} – {shares[-1]:.1%}" if shares[0] != shares[-1] else f"{shares[0]:.1%}"
 
 
 def _val(status: RunStatus) -> str:

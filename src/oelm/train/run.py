@@ -156,7 +156,7 @@ def _opening(config: RunConfig, epochs: float, device: str) -> list[str]:
     size = cost.checkpoint_bytes(config)["checkpoint"]
     kept = config.keep_saves or config.max_steps // config.save_interval
     lines = [
-        f"oelm {__version__} | {config.model_type} (frames {config.frames}, freeze {config.freeze}) | "
+        f"oelm {__version__} | {config.label or config.model_type} ({config.attention}) | "
         f"{config.dataset} | seed {config.seed} | {device}, {torch.get_num_threads()} thread(s)"
         + (f" x {config.processes} processes" if config.processes > 1 else ""),
         f"run folder: {config.folder}",
