@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes, whose small models a second thread only slows down
+
 from oelm.cli import main
 from oelm.data.prepare import prepare
 
