@@ -123,3 +123,19 @@ def test_presets_are_of_the_documented_sizes():
     assert (tiny.seq_len, tiny.vocab_size, tiny.batch_size) == (32, 257, 4)
     assert PRESETS["pocket"].keys() == PRESETS["tiny"].keys()  # what switching a preset replaces
     assert RunConfig.model_fields.keys() >= OPERATIONAL
+
+
+@pytest.mark.parametrize(
+    ("freeze", "gpt", "bert"),
+    [("qk@1", True, True), ("*query*", False, True), ("*attention.k.*", True, False), ("*norm*", False, False),
+     ("ffn; v:until0.5", False, False), ("*", True, True)],
+)  # fmt: skip
+def test_whether_queries_or_keys_are_frozen_is_told_by_their_names(freeze, gpt, bert):
+    found = [resolve({"freeze": freeze, "arch": arch}).freezes_qk for arch in ("gpt", "bert-base")]
+    assert found == [gpt, bert]
+
+
+def test_a_changed_arm_has_a_folder_of_its_own_and_a_name_that_fits():
+    changed = resolve({"model_type": "oelm_v2", "freeze": "qk@1:last0.2", "seed": 3}).folder
+    assert changed.name == "tinystories_oelm_v2+freeze=qk-1-last0.2_seed3"
+    assert len(resolve({"label": "层" * 200}).folder.name.encode()) < 255

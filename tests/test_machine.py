@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from oelm import machine
+
 pytestmark = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages"
 )
@@ -66,3 +68,9 @@ open({str(tmp_path / "left behind")!r}, "w").close()
     run(code)
     time.sleep(1.5)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_more_threads_than_cores_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, asked in (("1", 1), ("999999", machine.cores()), ("", 0), ("4,2", 0)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert machine.threads_asked() == asked

@@ -16,6 +16,9 @@ def test_predict_says_what_the_run_would(oelm, classify, tmp_path):
     told = [json.loads(line) for line in result.out.splitlines()]
     assert [row["answer"] for row in told] == [row["label"] for row in make_rows(9, seed=5)]
     assert "left out: 1 with an empty text" in result.err
+    rows = write_rows(tmp_path / "first.jsonl", [{"premise": "alone"}, *make_rows(2, seed=5)])
+    result = oelm("predict", tmp_path / "run", "--from", rows, "--columns", "premise,hypothesis")
+    assert (result.code, len(result.out.splitlines())) == (0, 2)
     (tmp_path / "odd.csv").write_text("premise,hypothesis\na cat sat,a cat sat\na cat, a dog,a cat sat\n")
     result = oelm("predict", tmp_path / "run", "--from", tmp_path / "odd.csv")
     assert (len(result.out.splitlines()), "left out: 1 with too many columns" in result.err) == (1, True)

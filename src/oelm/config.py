@@ -10,7 +10,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -262,15 +262,20 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
     @property
     def freezes_qk(self) -> bool:
         """Some Q/K matrix is frozen for some time, or not there."""
-        if self.arch != encoders.GPT:  # whose matrices have names of their own
-            return any(clause.what not in ("v", "o", "ffn", "embeddings") for clause in self.policy.clauses)
-        matrices = [f"blocks.{layer}.attention.{role}.weight" for layer in range(self.num_layers) for role in "qk"]
+        places: dict[str, Sequence[str]] = {"blocks.{}.attention.{}.weight": "qk"}
+        if self.arch != encoders.GPT:
+            own = "encoder.layer.{}.attention.self.{}.weight"
+            places = {f"{kind}.{own}": ("query", "key") for kind in ("bert", "roberta")}
+            places["distilbert.transformer.layer.{}.attention.{}.weight"] = ("q_lin", "k_lin")
+        layers = range(self.num_layers)
+        matrices = [place.format(layer, role) for place, roles in places.items() for role in roles for layer in layers]
         return self.frames == "sliced" or any(c.matches(name) for c in self.policy.clauses for name in matrices)
 
     @property
     def additions(self) -> dict[str, Any]:
-        """What a comparison has to share: the extras, and learning rates of its own."""
-        return {**self.extras, **({"lr_scale": self.lr_scale} if self.lr_scale else {})}
+        """What a comparison has to share: the extras, and rates of parts other than Q/K, which is what is compared."""
+        rates = {what: rate for what, rate in parse_rates(self.lr_scale).items() if what not in ("q", "k", "qk")}
+        return {**self.extras, **({"lr_scale": rates} if rates else {})}
 
     @property
     def windows_per_step(self) -> int:
@@ -282,7 +287,7 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
 
     @property
     def folder(self) -> Path:
-        arm = re.sub(r"[^\w.+=-]+", "-", self.arm)[:100]
+        arm = re.sub(r"[^\w.+=-]+", "-", self.arm).encode()[:100].decode(errors="ignore")
         return Path(self.out_dir or f"outputs/{self.dataset}_{arm}_seed{self.seed}")
 
     def replace(self, **values: Any) -> "RunConfig":

@@ -31,9 +31,9 @@ def cores() -> int:
 
 
 def threads_asked() -> int:
-    """What the environment wants of OpenMP; 0: nothing. (torchrun sets it to 1 without being asked.)"""
+    """What the environment wants of OpenMP, as far as there are cores; 0: nothing. (torchrun sets it to 1 unasked.)"""
     said = os.environ.get("OMP_NUM_THREADS", "")
-    return int(said) if said.isdecimal() else 0
+    return min(int(said), cores()) if said.isdecimal() else 0
 
 
 def place_in_world() -> tuple[int, int]:

@@ -13,8 +13,25 @@ def test_an_arm_with_learning_rates_of_its_own_needs_a_baseline_that_has_them(tm
     assert list(found.arms.values()) == ["INCONCLUSIVE"]
     assert "lr_scale" in next(threat for threat in found.threats if threat.kind == "extras").text("en")
     for seed, loss in shifted(-0.5).items():
-        make_run(tmp_path, f"fair{seed}", seed=seed, test=loss, lr_scale="embeddings=3")
+        make_run(tmp_path, f"fair{seed}", seed=seed, test=loss, lr_scale="embeddings=3.0")
     assert list(judge(tmp_path).arms.values()) == ["PASS"]
+
+
+def test_a_rate_of_queries_and_keys_is_no_addition_but_what_a_trained_arm_may_choose(tmp_path):
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v2", shifted(0.0), lr_scale="qk=0.1")
+    assert list(judge(tmp_path).arms.values()) == ["PASS"]
+    make_arm(tmp_path, "orthogonal", shifted(-0.3), lr_scale="qk=0.3")
+    assert list(judge(tmp_path).arms.values()) == ["FAIL"]
+
+
+def test_one_seed_of_a_baseline_with_the_same_extras_does_not_open_the_way(tmp_path):
+    make_arm(tmp_path, "baseline", BASE)
+    make_arm(tmp_path, "oelm_v2", shifted(-0.2), rope="half")
+    make_run(tmp_path, "rope1", test=BASE[1] + 0.05, rope="half")
+    found = judge(tmp_path)
+    assert list(found.arms.values()) == ["INCONCLUSIVE"]
+    assert "extras" in {threat.kind for threat in found.threats}
 
 
 @pytest.mark.parametrize("freeze", ["final_norm.bias", "ffn", "v:until0.5"])

@@ -126,7 +126,7 @@ def _profile(options: argparse.Namespace) -> None:
     batch = f"{config.batch_size} x {config.seq_len}"
     title = (
         f"{config.model_type} at {config.preset}, {batch} tokens a step: {1000 * whole:,.1f} ms, the profiler's own "
-        "time included. Head and loss make their gradients in the forward pass."
+        f"time included.{'' if config.labels else ' Head and loss make their gradients in the forward pass.'}"
     )
     headings = ("part", "forward ms", "backward ms", "share", "kept MiB")
     Console(highlight=False).print(table(headings, rows, wrap=False), f"\n{title}")

@@ -57,7 +57,7 @@ def read_rows(
         where = f"{file.path.name}, row {number}"
         names = names or _find_columns(file.path, record, labelled)
         if any(name not in record for name in names):
-            if number == 1:
+            if number == 1 and labelled:
                 lacking = next(name for name in names if name not in record)
                 raise UserError(f"{file.path} has no column {lacking}, only: {_shown(record)}")
             skips.add("without all columns", where)

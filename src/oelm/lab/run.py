@@ -159,11 +159,12 @@ def show_dry_run(plan: Plan, only: str) -> None:
     speed = _matmul_flops()
     numbers = ("lr", "steps", "batch", "seed", "parameters", "trainable", "FLOPs", "time", "disk")
     shown = table(("run", "arm", "dataset", *numbers), words=3)
-    total_seconds, total_disk, known = 0.0, 0, True
+    total_seconds, total_disk, known, every = 0.0, 0, True, []
     for run in runs:
         config, cost = run.config, estimate(_unvaried(run.config))
         seconds = cost.flops / (speed * EFFICIENCY) / run.processes
         ended = run.folder.finished()
+        every.append((seconds, cost.disk))
         if not ended:
             total_seconds, total_disk, known = total_seconds + seconds, total_disk + cost.disk, known and cost.steps > 0
         batch = f"{config.batch_size}" + (f" x {run.processes}" if run.processes > 1 else "")
@@ -178,8 +179,8 @@ def show_dry_run(plan: Plan, only: str) -> None:
     later = plan.total - len(plan.runs) if not only else 0
     if later:
         console.print(f"and {later} more once the best {plan.choices[0].setting} of each arm is known")
-        total_seconds += later * total_seconds / len(runs)
-        total_disk += later * total_disk // len(runs)
+        total_seconds += later * sum(seconds for seconds, _ in every) / len(runs)
+        total_disk += later * sum(disk for _, disk in every) // len(runs)
     if all(run.folder.finished() for run in runs) and not later:
         console.print(f"{len(runs)} runs, all finished")
         return

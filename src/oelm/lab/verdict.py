@@ -244,7 +244,7 @@ def _needed(arm: Arm) -> dict[str, Any]:
 
 def _is_matched(arm: Arm, setting: Setting, baseline: str) -> bool:
     """Some trained arm that it is fair to compare it with has what was added to it."""
-    candidates = _fair_candidates(arm, setting, baseline)
+    candidates = _fair_candidates(arm, setting, baseline, MIN_SEEDS)
     return any(other.trained and _needed(arm).items() <= other.config.additions.items() for other in candidates)
 
 

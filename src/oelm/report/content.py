@@ -80,8 +80,9 @@ def _verdict(verdict: Verdict, w: Words) -> Iterator[Block]:
         for s in verdict.settings
         for name, judgement in s.judgements.items()
     ]
-    picture = figures.gaps(rows, study.score, study.criterion, w("gap_axis"), w("limit", bar=bar))
-    yield Figure(picture, w("gap_figure", split=split))
+    if rows:  # else every other arm diverged
+        picture = figures.gaps(rows, study.score, study.criterion, w("gap_axis"), w("limit", bar=bar))
+        yield Figure(picture, w("gap_figure", split=split))
     yield Text(w("how", split=split))
 
 
