@@ -7,7 +7,7 @@ import pytest
 
 from oelm import machine
 
-pytestmark = pytest.mark.skipif(
+needs_huge_pages = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages"
 )
 
@@ -24,6 +24,7 @@ def run(code: str) -> str:
     return ended.stdout.strip()
 
 
+@needs_huge_pages
 def test_the_heap_asks_for_huge_pages_and_large_buffers_lie_in_it() -> None:
     code = f"""{HEAP_FLAGS}
 import ctypes
@@ -42,6 +43,7 @@ print(begin < middle < grown == end(0))
     assert run(code) == "True"
 
 
+@needs_huge_pages
 def test_a_process_that_may_not_have_such_room_goes_on_without_it() -> None:
     code = f"""{HEAP_FLAGS}
 import resource

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -262,14 +262,7 @@ class RunConfig(RunFields, OptimFields, DataFields, ModelFields):
     @property
     def freezes_qk(self) -> bool:
         """Some Q/K matrix is frozen for some time, or not there."""
-        places: dict[str, Sequence[str]] = {"blocks.{}.attention.{}.weight": "qk"}
-        if self.arch != encoders.GPT:
-            own = "encoder.layer.{}.attention.self.{}.weight"
-            places = {f"{kind}.{own}": ("query", "key") for kind in ("bert", "roberta")}
-            places["distilbert.transformer.layer.{}.attention.{}.weight"] = ("q_lin", "k_lin")
-        layers = range(self.num_layers)
-        matrices = [place.format(layer, role) for place, roles in places.items() for role in roles for layer in layers]
-        return self.frames == "sliced" or any(c.matches(name) for c in self.policy.clauses for name in matrices)
+        return self.frames == "sliced" or self.policy.touches_qk(encoder=self.arch != encoders.GPT)
 
     @property
     def additions(self) -> dict[str, Any]:

@@ -35,6 +35,17 @@ PARTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Parts by the names of their parameters: this package's GPT, then encoders like BERT and DistilBERT (with biases)."""
 PARTS["qk"] = PARTS["q"] + PARTS["k"]
+GPT_QK = ("blocks.{}.attention.q.weight", "blocks.{}.attention.k.weight")
+ENCODER_QK = tuple(
+    f"{place}.{role}.weight"
+    for place, roles in {
+        "bert.encoder.layer.{}.attention.self": ("query", "key"),
+        "roberta.encoder.layer.{}.attention.self": ("query", "key"),
+        "distilbert.transformer.layer.{}.attention": ("q_lin", "k_lin"),
+    }.items()
+    for role in roles
+)
+"""Names of the matrices, by layer, for patterns that are to be read without a model."""
 MOST_SAMPLES = 1_000
 """Steps of a phase that are looked at one by one."""
 CLAUSE = re.compile(r"(?P<what>[\w.*?-]+)(@(?P<layers>[\w.,-]+))?(:(?P<when>[\w.+-]+))?")
@@ -157,6 +168,12 @@ class Policy:
         """Clauses that freeze nothing."""
         known = list(names)
         return [clause.what for clause in self.clauses if not any(clause.matches(name) for name in known)]
+
+    def touches_qk(self, encoder: bool) -> bool:
+        """Some matrix of Q or K is frozen at some time."""
+        kinds = ENCODER_QK if encoder else GPT_QK
+        names = [kind.format(layer) for kind in kinds for layer in range(self.num_layers)]
+        return any(clause.matches(name) for clause in self.clauses for name in names)
 
     def _holds(self, clause: Clause, name: str, step: int) -> bool:
         return clause.matches(name) and clause.holds(name, step, self.steps, self.num_layers)
