@@ -6,6 +6,7 @@ import tomllib
 import numpy as np
 import pytest
 
+from oelm.files import lock_file
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
 from tests.train.small_runs import SMALL, command, summary
@@ -53,13 +54,22 @@ def test_a_folder_in_use_is_refused(tiny, data, tmp_path):
     run = tmp_path / "run"
     other = subprocess.Popen(command(data, run, "--max_steps", 100_000), stdout=subprocess.DEVNULL)
     try:
-        while not RunFolder(run).alive():
+        while RunFolder(run).holder()[0] != other.pid:
             time.sleep(0.02)
         result = tiny("--max_steps", 100_000, "--resume")
         assert (result.code, "in use" in result.err, f"pid {other.pid}" in result.err) == (2, True, True)
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_folder_that_another_run_has_just_taken_is_in_use(tiny, tmp_path):
+    """Between its lock and its config: to say that there is nothing to resume would invite a second start."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    with lock_file(folder.lock, "", "pid 1 on another"):
+        result = tiny("--resume")
+    assert (result.code, "in use by another run" in result.err) == (2, True)
 
 
 @pytest.mark.parametrize("where", ["run", "run/file"])

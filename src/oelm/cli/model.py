@@ -103,7 +103,7 @@ def _train(options: argparse.Namespace) -> int:
         RunFolder(Path(options.resume)).config()
     file = load_toml(options.config) if options.config else {}
     folder = RunFolder(resolve(flags, file).folder)
-    if resume and options.resume != "auto" and not folder.config_file.exists():
+    if resume and options.resume != "auto" and not folder.config_file.exists() and not folder.alive():
         raise UserError(f"{folder.path} holds no run to resume: leave --resume out to start one, or name its folder")
     held = folder.config_file.exists() and not folder.finished() and not folder.alive()
     if resume and folder.config_file.exists() and not options.config:
