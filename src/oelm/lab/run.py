@@ -279,3 +279,5 @@ def submit_plan(plan: Plan, only: str, options: dict[str, Any]) -> None:
         print("nothing to submit: every run is finished, running or already queued")
         return
     print(f"submitted {len(ids)} runs as {ids[0].partition('_')[0]} (oelm status {place}; squeue; scancel)")
+    if not options.get("gres") and any(run.settings.get("device", "auto") != "cpu" for run in runs):
+        print("no --gres was given: unless the partition has GPUs for all its jobs, the runs train on CPU cores")
