@@ -195,6 +195,13 @@ def test_different_seeds_diverging_at_different_rates_leave_a_report(tmp_path):
     assert "diverged" in read(tmp_path)
 
 
+def test_a_headline_over_arms_that_diverged_says_so(tmp_path):
+    for seed in (1, 2, 3):
+        make_run(tmp_path, f"b{seed}", seed=seed)
+        make_run(tmp_path, f"v{seed}", "oelm_v2", seed, state="failed", reason="the gradient norm is nan")
+    assert "FAIL: every arm with frozen Q/K diverged, or is worse" in read(tmp_path)
+
+
 def test_the_command_has_the_criterion_and_the_baseline_that_were_asked_for(made, tmp_path):
     text = read(made, out=tmp_path, criterion=1.2, baseline="oelm_random")
     assert f"oelm report outputs/{made.name} --lang en --baseline oelm_random --criterion 1.2\n" in text

@@ -71,6 +71,9 @@ def _verdict(verdict: Verdict, w: Words) -> Iterator[Block]:
         return
     words = {PASS: "pass", FAIL: "fail", INCONCLUSIVE: "inconclusive"}
     headline = words[verdict.overall] if verdict.arms else "no_frozen"
+    judged = ((s.setting, name) for s in verdict.settings for name in deciding(s.setting, study.baseline))
+    if headline == "fail" and any(setting.arms[name].diverged for setting, name in judged):
+        headline = "fail_diverged"
     yield Text(w(headline, arms=listed(verdict.passing, w), bar=bar), strong=True)
     several = len(verdict.settings) > 1
     split = " / ".join(dict.fromkeys(w(s.setting.split) for s in verdict.settings))
