@@ -25,7 +25,7 @@ from oelm.bench.measure import Apart, interleave, ratio
 from oelm.config import RunConfig, resolve
 from oelm.data.tokens import TokenData, open_data
 from oelm.files import write_atomic
-from oelm.machine import cores, keep_memory
+from oelm.machine import cores, tune
 from oelm.train import metrics
 from oelm.train.distributed import World
 from oelm.train.language import LanguageModelling
@@ -77,7 +77,7 @@ def evaluator(config: RunConfig) -> Callable[[], None]:
         model.eval()
         task.evaluate(model, "val", lambda: False)
 
-    keep_memory()
+    tune()
     return evaluate
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(cores())
-    keep_memory()
+    tune()
     data = open_data("", options.data)
     config = resolve({"data_path": options.data, "batch_size": 4, "dropout": 0.0})
     found = inside(config, data, options.repeats)

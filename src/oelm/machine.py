@@ -1,6 +1,7 @@
 """The machine that a run is on: its cores, and what must stay the same for equal bits."""
 
 import ctypes
+import gc
 import hashlib
 import mmap
 import os
@@ -58,6 +59,12 @@ def wait_politely() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
+def tune() -> None:
+    """What a process that trains asks of its allocator and its interpreter."""
+    keep_memory()
+    collect_seldom()
+
+
 def keep_memory() -> None:
     """Have the allocator keep what is freed (glibc): each step takes the same buffers again.
 
@@ -69,6 +76,14 @@ def keep_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         libc.mallopt(M_MMAP_MAX, 0)
         _ask_for_huge_pages(libc)
+
+
+def collect_seldom() -> None:
+    """Have Python look for garbage in cycles a hundred times less often than by default.
+
+    A step makes thousands of objects and leaves none of them behind. One of pocket takes 0.99 of its time.
+    """
+    gc.set_threshold(70_000)
 
 
 def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:

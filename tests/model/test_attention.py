@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from oelm.config import resolve
 from oelm.model import attention
-from oelm.model.attention import Attention, _BlockAttention
+from oelm.model.attention import Attention, BlockAttention
 
 SHAPE = dict(preset="tiny", d_model=48, num_heads=3, num_layers=2, seq_len=40, vocab_size=101)
 
@@ -28,7 +28,7 @@ def test_dropped_attention_is_the_textbook_formula_with_the_same_mask(monkeypatc
 
     monkeypatch.setattr(attention, "keep_mask", recorded)
     ours, theirs = heads(), heads()
-    found = _BlockAttention.apply(*ours, 0.3)
+    found = BlockAttention.apply(*ours, 0.3)
     found.cos().sum().backward()
     keep = torch.zeros(6, 40, 40, dtype=torch.bool)
     for (here, seen), mask in zip(attention._blocks(40, 0.3), masks, strict=True):
@@ -46,7 +46,7 @@ def test_dropped_attention_is_the_textbook_formula_with_the_same_mask(monkeypatc
 def test_without_dropout_block_attention_is_plain_causal_attention(monkeypatch, block):
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     ours, theirs = heads(), heads()
-    found, expected = _BlockAttention.apply(*ours, 0.0), F.scaled_dot_product_attention(*theirs, is_causal=True)
+    found, expected = BlockAttention.apply(*ours, 0.0), F.scaled_dot_product_attention(*theirs, is_causal=True)
     torch.testing.assert_close(found, expected)
     for output in (found, expected):
         output.cos().sum().backward()

@@ -20,7 +20,7 @@ from oelm.bench.peers import check_peer, peer
 from oelm.config import RunConfig, resolve
 from oelm.errors import UserError, nearest
 from oelm.files import write_atomic
-from oelm.machine import describe, keep_memory, now
+from oelm.machine import describe, now, tune
 from oelm.model import cost
 from oelm.model.build import build_model
 from oelm.model.gpt import GPT
@@ -81,7 +81,7 @@ def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Pat
     if name in PEERS:
         step = peer(name, config, nanogpt)
         return lambda: step(*batch)
-    keep_memory()
+    tune()
     loss = _headless_loss if headless else loss
     update = Update(build_model(config), config, World(0, 1, torch.device("cpu")), loss)
     turn = iter(range(10**9))

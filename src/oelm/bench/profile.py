@@ -1,7 +1,8 @@
 """`oelm profile`: where the time and memory of a training step go, by part of the model.
 
-Every module's forward pass is a named range of torch's profiler. An operation belongs to the innermost
-range around it; one of the backward pass belongs where the forward operation with its sequence number did.
+Every module's forward pass is a named range of torch's profiler, and so is every stage of the halves of a block that
+are one operation. An operation belongs to the innermost range around it; one of the backward pass that has none
+belongs where the forward operation with its sequence number did.
 """
 
 import os
@@ -18,7 +19,8 @@ from oelm import policy
 from oelm.bench.contest import example
 from oelm.config import RunConfig
 from oelm.errors import UserError
-from oelm.machine import keep_memory
+from oelm.machine import tune
+from oelm.model import halves
 from oelm.model.build import build_model
 from oelm.train.distributed import World, pick_device
 from oelm.train.step import Update
@@ -46,7 +48,7 @@ def profile_step(
     config: RunConfig, steps: int = 3, trace: Path | None = None, tick: Callable[[], None] = lambda: None
 ) -> list[Part]:
     """Profile `steps` whole training steps on random tokens; parts in the order in which they first run."""
-    keep_memory()
+    tune()
     device = pick_device(config.device)
     model = build_model(config, device)
     whole, loss = example(config)
@@ -97,7 +99,16 @@ def _hushed() -> Iterator[None]:
 
 
 def _name_parts(model: nn.Module, ranges: ExitStack) -> None:
-    """Put a range around every module's forward pass, until `ranges` closes."""
+    """Put a range around every module's forward pass and every stage of a block's halves, until `ranges` closes."""
+    current = ExitStack()
+
+    def stage(name: str | None) -> None:
+        current.close()
+        if name is not None:
+            current.enter_context(record_function(RANGE + name))
+
+    ranges.callback(setattr, halves, "stage", halves.stage)
+    halves.stage = stage
     for name, module in model.named_modules():
         if isinstance(module, nn.Identity):
             continue
@@ -147,7 +158,7 @@ def _by_part(events: list[Any], steps: int) -> list[Part]:
     parts: dict[str, Part] = {}
     for event in sorted(events, key=lambda event: event.time_range.start):
         node = _backward_node(event)
-        name = home.get(node.sequence_nr, OTHER) if node else _range(event) or OTHER
+        name = _range(event, node) or (home.get(node.sequence_nr, OTHER) if node else OTHER)
         part = parts.setdefault(name, Part(name))
         seconds = _self_seconds(event) / steps
         if node:
@@ -160,11 +171,11 @@ def _by_part(events: list[Any], steps: int) -> list[Part]:
     return list(parts.values())
 
 
-def _range(event: Any) -> str | None:
-    """The innermost range around an event, or the event's own."""
-    while event is not None and not event.name.startswith(RANGE):
+def _range(event: Any, within: Any = None) -> str | None:
+    """The innermost range around an event, or the event's own; only such as lie in `within`, if anything."""
+    while event is not within and not event.name.startswith(RANGE):
         event = event.cpu_parent
-    return event.name.removeprefix(RANGE) if event is not None else None
+    return event.name.removeprefix(RANGE) if event is not within else None
 
 
 def _backward_node(event: Any) -> Any:

@@ -1,5 +1,7 @@
 """Causal multi-head self-attention with separate Q, K, V and O projections."""
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from oelm.config import RunConfig
+from oelm.model.by_hand import by_hand, is_real, scratch
 from oelm.model.dropout import keep_mask
 from oelm.model.extras import Mixing, Projection
 
@@ -37,18 +40,24 @@ class Attention(nn.Module):
         self.mixing = Mixing(config) if config.extras.keys() - {"lora", "qk_bias", "relative_bias"} else None
         shape = (config.num_heads, config.seq_len) if config.relative_bias else (0,)
         self.relative_bias = nn.Parameter(torch.empty(shape)) if config.relative_bias else None
+        plain = isinstance(self.q, Projection) and not (config.lora or config.qk_bias)
+        self.matrices_alone = plain and self.mixing is None and self.relative_bias is None
+        """Queries and keys are products with matrices, and nothing else."""
+
+    def in_blocks(self, x_BTD: Tensor) -> bool:
+        """Block attention is the faster one for these tokens."""
+        return by_hand(x_BTD) and (x_BTD.shape[1] <= BLOCKS_PAY or bool(self.dropout and self.training))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTK, k_BHTK, v_BHTK = (self._heads(project(x_BTD)) for project in (self.q, self.k, self.v))
         if self.mixing is not None:
             q_BHTK, k_BHTK = self.mixing(q_BHTK, k_BHTK)
         dropout = self.dropout if self.training else 0.0
-        in_blocks = dropout or x_BTD.shape[1] <= BLOCKS_PAY
         if self.relative_bias is not None:
             bias_HTT = _by_distance(self.relative_bias, x_BTD.shape[1])
             y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, attn_mask=bias_HTT, dropout_p=dropout)
-        elif in_blocks and x_BTD.device.type == "cpu" and not torch.compiler.is_compiling():
-            y_BHTK = _BlockAttention.apply(q_BHTK, k_BHTK, v_BHTK, dropout)
+        elif self.in_blocks(x_BTD):
+            y_BHTK = BlockAttention.apply(q_BHTK, k_BHTK, v_BHTK, dropout)
         else:
             y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
         return self.o(y_BHTK.transpose(1, 2).flatten(2))
@@ -81,59 +90,97 @@ class SlicedKey(nn.Module):
                 return x_BTD.unflatten(-1, (self.d_head, self.num_heads)).mT.flatten(-2)
 
 
-class _BlockAttention(torch.autograd.Function):
-    """Causal attention with or without dropout on its weights, for the CPU.
-
-    Each block of queries meets the keys up to its end, and no others. The weights are kept for the backward pass.
-    (Products go into tensors of their own: torch writes into a part of one matrix by matrix.)
-    """
+class BlockAttention(torch.autograd.Function):
+    """Causal attention with or without dropout on its weights, for the CPU."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, p: float) -> Tensor:
         q_NTK, k_NTK, v_NTK = (tensor.flatten(0, 1) for tensor in (q_BHTK, k_BHTK, v_BHTK))
-        y_NTK = torch.empty_like(v_NTK)
-        weights, keeps, ctx.factor = [], [], 1.0
-        for here, seen in _blocks(q_NTK.shape[1], p):
-            weight_NQS = dropped_NQS = _causal_weights(q_NTK[:, here], k_NTK[:, seen])
-            weights.append(weight_NQS)
-            if p:
-                keep_NQS, ctx.factor = keep_mask(tuple(weight_NQS.shape), p)
-                keeps.append(keep_NQS)
-                dropped_NQS = weight_NQS * keep_NQS
-            y_NTK[:, here] = torch.bmm(dropped_NQS, v_NTK[:, seen])
-        ctx.save_for_backward(q_NTK, k_NTK, v_NTK, *weights, *keeps)
-        ctx.p, ctx.shape = p, q_BHTK.shape
-        return y_NTK.mul_(ctx.factor).view(ctx.shape) if p else y_NTK.view(ctx.shape)
+        y_BHTK = _side_by_side(q_BHTK)
+        ctx.scale, ctx.p = q_BHTK.shape[-1] ** -0.5, p
+        weights, ctx.factor = attend((q_NTK, k_NTK, v_NTK), y_BHTK, p, ctx.scale)
+        ctx.save_for_backward(q_NTK, k_NTK, v_NTK, *weights)
+        return y_BHTK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_BHTK: Tensor) -> tuple[Tensor | None, ...]:
-        q_NTK, k_NTK, v_NTK, *saved = ctx.saved_tensors
-        blocks = _blocks(q_NTK.shape[1], ctx.p)
-        d_y_NTK = d_y_BHTK.flatten(0, 1)
-        if keeps := saved[len(blocks) :]:
-            d_y_NTK = d_y_NTK * ctx.factor
-        d_q_NTK = torch.empty_like(q_NTK)
-        d_k_NTK: Any = None
-        d_v_NTK: Any = None
-        for index, (here, seen) in reversed(list(enumerate(blocks))):
-            weight_NQS = dropped_NQS = saved[index]
-            d_weight_NQS = torch.bmm(d_y_NTK[:, here], v_NTK[:, seen].mT)
-            if keeps:
-                dropped_NQS = weight_NQS * keeps[index]
-                d_weight_NQS.mul_(keeps[index])
-            d_v_here_NSK = torch.bmm(dropped_NQS.mT, d_y_NTK[:, here])
-            d_score_NQS = torch._softmax_backward_data(d_weight_NQS, weight_NQS, -1, weight_NQS.dtype)
-            d_q_NTK[:, here] = torch.bmm(d_score_NQS, k_NTK[:, seen])
-            d_k_here_NSK = torch.bmm(d_score_NQS.mT, q_NTK[:, here])
-            if d_k_NTK is None:  # the last block has seen all keys
-                d_k_NTK, d_v_NTK = d_k_here_NSK, d_v_here_NSK
-            else:
-                d_k_NTK[:, seen] += d_k_here_NSK
-                d_v_NTK[:, seen] += d_v_here_NSK
-        for gradient in (d_q_NTK, d_k_NTK):
-            gradient.mul_(q_NTK.shape[-1] ** -0.5)
-        return *(gradient.view(ctx.shape) for gradient in (d_q_NTK, d_k_NTK, d_v_NTK)), None
+        q_NTK, k_NTK, v_NTK, *weights = ctx.saved_tensors
+        gradients = [_side_by_side(d_y_BHTK) for _ in range(3)]
+        attend_backward(d_y_BHTK, (q_NTK, k_NTK, v_NTK), weights, gradients, ctx.p, ctx.factor)
+        for gradient in gradients[:2]:
+            gradient.mul_(ctx.scale)
+        return *gradients, None
+
+
+def _side_by_side(like_BHTK: Tensor) -> Tensor:
+    """Room for a tensor like this one, in which the heads of a token are neighbours, as the next product wants them."""
+    B, H, T, K = like_BHTK.shape
+    return like_BHTK.new_empty(B, T, H, K).transpose(1, 2)
+
+
+def attend(heads: Sequence[Tensor], y_BHTK: Tensor, p: float, scale: float = 1.0) -> tuple[list[Tensor], float]:
+    """Write softmax(scale q k') v into y. For the backward pass: the weights of every block, then what dropout keeps of
+    them, if there is any; and the factor that makes up for the rest.
+
+    Each block of queries meets the keys up to its end, and no others. (Products go into tensors of their own: torch
+    writes into a part of one matrix by matrix.)
+    """
+    q_NTK, k_NTK, v_NTK = heads
+    weights, keeps, factor = [], [], 1.0
+    hide = _hidden if is_real(q_NTK) else _hidden.__wrapped__
+    for here, seen in _blocks(q_NTK.shape[1], p):
+        q_NQK, k_NSK = q_NTK[:, here], k_NTK[:, seen]
+        hidden_QS = hide(q_NQK.shape[1], k_NSK.shape[1], q_NTK.dtype)
+        score_NQS = torch.baddbmm(hidden_QS, q_NQK, k_NSK.mT, alpha=scale)
+        weight_NQS = dropped_NQS = torch.softmax(score_NQS, -1, out=score_NQS)
+        weights.append(weight_NQS)
+        if p:
+            keep_NQS, factor = keep_mask(tuple(weight_NQS.shape), p)
+            keeps.append(keep_NQS)
+            dropped_NQS = weight_NQS * keep_NQS
+        y_NQK = torch.bmm(dropped_NQS, v_NTK[:, seen], out=scratch("block", v_NTK, *q_NQK.shape))
+        y_BHTK[:, :, here] = y_NQK.view(*y_BHTK.shape[:2], *q_NQK.shape[1:])
+    if p:
+        y_BHTK.mul_(factor)
+    return weights + keeps, factor
+
+
+def attend_backward(
+    d_y_BHTK: Tensor, heads: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor], p: float,
+    factor: float,
+) -> None:  # fmt: skip
+    """Write the gradients of q, k and v, (B, H, T, K) each; those of q and k still lack the scale of the logits."""
+    q_NTK, k_NTK, v_NTK = heads
+    d_q_BHTK, d_k_BHTK, d_v_BHTK = gradients
+    d_y_NTK = scratch("heads", q_NTK, *q_NTK.shape)
+    d_y_NTK.view_as(d_y_BHTK).copy_(d_y_BHTK)
+    d_k_NTK: Any = None
+    d_v_NTK: Any = None
+    blocks = _blocks(q_NTK.shape[1], p)
+    if keeps := weights[len(blocks) :]:
+        d_y_NTK.mul_(factor)
+    for index, (here, seen) in reversed(list(enumerate(blocks))):
+        weight_NQS = dropped_NQS = weights[index]
+        d_y_NQK, v_NSK = d_y_NTK[:, here], v_NTK[:, seen]
+        d_weight_NQS = torch.bmm(d_y_NQK, v_NSK.mT, out=scratch("weights", weight_NQS, *weight_NQS.shape))
+        if keeps:
+            dropped_NQS = weight_NQS * keeps[index]
+            d_weight_NQS.mul_(keeps[index])
+        d_v_here_NSK = torch.bmm(dropped_NQS.mT, d_y_NQK)
+        d_score_NQS = torch._softmax_backward_data(
+            d_weight_NQS, weight_NQS, -1, weight_NQS.dtype, grad_input=d_weight_NQS
+        )
+        d_q_NQK = torch.bmm(d_score_NQS, k_NTK[:, seen], out=scratch("block", q_NTK, *d_y_NQK.shape))
+        d_q_BHTK[:, :, here] = d_q_NQK.view(*d_q_BHTK.shape[:2], *d_q_NQK.shape[1:])
+        d_k_here_NSK = torch.bmm(d_score_NQS.mT, q_NTK[:, here])
+        if d_k_NTK is None:  # the last block has seen all keys
+            d_k_NTK, d_v_NTK = d_k_here_NSK, d_v_here_NSK
+        else:
+            d_k_NTK[:, seen].add_(d_k_here_NSK)
+            d_v_NTK[:, seen].add_(d_v_here_NSK)
+    d_k_BHTK.copy_(d_k_NTK.view_as(d_k_BHTK))
+    d_v_BHTK.copy_(d_v_NTK.view_as(d_v_BHTK))
 
 
 def _blocks(length: int, dropout: float) -> list[tuple[slice, slice]]:
@@ -143,9 +190,8 @@ def _blocks(length: int, dropout: float) -> list[tuple[slice, slice]]:
     return [(slice(block * i, end), slice(0, end)) for i, end in enumerate(ends)]
 
 
-def _causal_weights(q_NQK: Tensor, k_NSK: Tensor) -> Tensor:
-    """Softmax weights of the last Q positions over all S; the diagonal block alone holds keys to be hidden."""
-    queries, keys = q_NQK.shape[1], k_NSK.shape[1]
-    hidden_QS = q_NQK.new_full((queries, keys), -torch.inf).triu_(1 + keys - queries)
-    score_NQS = torch.baddbmm(hidden_QS, q_NQK, k_NSK.mT, alpha=q_NQK.shape[-1] ** -0.5)
-    return torch.softmax(score_NQS, -1, out=score_NQS)
+@lru_cache(maxsize=64)
+def _hidden(queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """To be added to the logits of the last `queries` positions: nothing, or what hides a later key."""
+    with torch.inference_mode(False):  # it serves training, too
+        return torch.full((queries, keys), -torch.inf, dtype=dtype).triu_(1 + keys - queries)

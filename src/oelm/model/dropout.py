@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oelm.model.by_hand import by_hand
+
 LEVELS = 2**16
 
 
@@ -18,6 +20,12 @@ def keep_mask(shape: tuple[int, ...], p: float) -> tuple[Tensor, float]:
     return bits >= dropped - LEVELS // 2, LEVELS / (LEVELS - dropped)
 
 
+def kept(x: Tensor, p: float) -> Tensor:
+    """What to multiply `x` with: 0, or the factor that makes up for it."""
+    keep, factor = keep_mask(tuple(x.shape), p)
+    return keep.to(x.dtype).mul_(factor)
+
+
 class Dropout(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -26,7 +34,6 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.p):
             return x
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
+        if not by_hand(x):
             return F.dropout(x, self.p)
-        keep, factor = keep_mask(tuple(x.shape), self.p)
-        return x * keep.to(x.dtype).mul_(factor)
+        return x * kept(x, self.p)

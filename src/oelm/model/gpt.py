@@ -1,21 +1,19 @@
 """The GPT: pre-norm, learned positions, tied embedding, GELU, no bias in Q/K/V/O."""
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from oelm.config import RunConfig
 from oelm.model import extras
 from oelm.model.attention import Attention
+from oelm.model.by_hand import by_hand
 from oelm.model.dropout import Dropout
 from oelm.model.frames import INIT_STD, draw_frame, gaussian
+from oelm.model.halves import attention_half, feed_forward_half
 from oelm.model.loss import linear_cross_entropy
-
-KEPT_FLOATS = 2**21
-"""Up to here GELU(x) is kept for the backward pass instead of made again."""
 
 
 class Embedding(nn.Embedding):
@@ -33,42 +31,10 @@ class FeedForward(nn.Module):
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
         self.up = nn.Linear(config.d_model, config.d_ff)
-        self.down = GeluLinear(config.d_ff, config.d_model)
+        self.down = nn.Linear(config.d_ff, config.d_model)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(self.up(x_BTD))
-
-
-class GeluLinear(nn.Linear):
-    """A linear layer on GELU(x)."""
-
-    def forward(self, x_BTF: Tensor) -> Tensor:
-        if x_BTF.device.type == "cpu" and not torch.compiler.is_compiling():
-            return _GeluLinear.apply(x_BTF, self.weight, self.bias)
-        return super().forward(F.gelu(x_BTF))
-
-
-class _GeluLinear(torch.autograd.Function):
-    """Of two tensors that are equally large, x and GELU(x), only x is kept: the other is made again for the weight
-    gradient, at 0.6 % of a step's time. Where they are small, both are."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor, bias_D: Tensor) -> Tensor:
-        gelu_BTF = F.gelu(x_BTF)
-        ctx.save_for_backward(x_BTF, weight_DF, gelu_BTF if x_BTF.numel() <= KEPT_FLOATS else None)
-        return F.linear(gelu_BTF, weight_DF, bias_D)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_y_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        x_BTF, weight_DF, gelu_BTF = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        d_y_ND = d_y_BTD.flatten(0, -2)
-        d_weight_DF = None
-        if for_weight:
-            d_weight_DF = d_y_ND.t() @ (F.gelu(x_BTF) if gelu_BTF is None else gelu_BTF).flatten(0, -2)
-        d_x_BTF = torch.ops.aten.gelu_backward(d_y_BTD @ weight_DF, x_BTF) if for_x else None
-        return d_x_BTF, d_weight_DF, d_y_ND.sum(0) if for_bias else None
+        return self.down(F.gelu(self.up(x_BTD)))
 
 
 class Block(nn.Module):
@@ -81,7 +47,13 @@ class Block(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        h_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        p = self.dropout.p if self.training else 0.0
+        if self.attention.matrices_alone and self.attention.in_blocks(x_BTD):
+            h_BTD = attention_half(x_BTD, self.attention_norm, self.attention, p)
+        else:
+            h_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        if by_hand(x_BTD):
+            return feed_forward_half(h_BTD, self.ffn_norm, self.ffn.up, self.ffn.down, p)
         return h_BTD + self.dropout(self.ffn(self.ffn_norm(h_BTD)))
 
 
@@ -114,7 +86,7 @@ class GPT(nn.Module):
         if targets_BT is None:
             return F.linear(self.hidden(tokens_BT), self.tokens.weight)
         # The loss has a dense gradient for the embedding; what the few tokens of a batch add to it need not be dense.
-        hidden_BTD = self.hidden(tokens_BT, sparse=tokens_BT.device.type == "cpu" and not torch.compiler.is_compiling())
+        hidden_BTD = self.hidden(tokens_BT, sparse=by_hand(tokens_BT))
         return linear_cross_entropy(hidden_BTD.flatten(0, 1), self.tokens.weight, targets_BT.flatten(), reduction)
 
     @torch.no_grad()

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from oelm.model.by_hand import by_hand
+
 CHUNK_FLOATS = 512 * 50_304
 """Size of the logit buffer. More tokens at a time mean fewer passes over the weight gradient."""
 ROW_MULTIPLE = 64
@@ -30,7 +32,7 @@ beside it is less than 1e-17 of it, and nothing was too large."""
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, reduction: str = "mean") -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight), targets)` in float32; reduction "mean", or "none" without gradient."""
     differentiable = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
-    if hidden_ND.device.type != "cpu" or torch.compiler.is_compiling() or (differentiable and reduction != "mean"):
+    if not by_hand(hidden_ND) or (differentiable and reduction != "mean"):
         return _by_torch(hidden_ND, weight_VD, targets_N, reduction)
     if differentiable:
         return _LinearCrossEntropy.apply(hidden_ND, weight_VD, targets_N)
@@ -89,9 +91,8 @@ def _losses(
     for start in range(0, tokens, chunk):
         here = slice(start, min(start + chunk, tokens))
         hidden_CD, target_C = hidden_ND[here], targets_N[here]
-        exp_CV, sum_C1, shift_C1 = _exponentials(hidden_CD, weight_VD, buffer_CV[: len(hidden_CD)])
-        target_logit_C1 = (hidden_CD * weight_VD[target_C]).sum(1, keepdim=True)
-        losses_N[here] = (sum_C1.log() + shift_C1 - target_logit_C1).squeeze(1)
+        exp_CV, sum_C1, target_logit_C1 = _exponentials(hidden_CD, weight_VD, target_C, buffer_CV[: len(hidden_CD)])
+        losses_N[here] = (sum_C1.log() - target_logit_C1).squeeze(1)
         if d_hidden_ND is None:
             continue
         # softmax - onehot, times the sum of its row, which `scale` takes out again
@@ -103,12 +104,17 @@ def _losses(
     return losses_N
 
 
-def _exponentials(hidden_CD: Tensor, weight_VD: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(logits - shift), its row sums, and the shift, which is 0 unless a row would leave float32's range."""
-    sum_C1 = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV).exp_().sum(1, keepdim=True)
+def _exponentials(
+    hidden_CD: Tensor, weight_VD: Tensor, target_C: Tensor, buffer_CV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits), its row sums, and the logits of the targets; all less the row's maximum where one would leave
+    float32's range."""
+    logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV)
+    target_logit_C1 = logits_CV.gather(1, target_C[:, None])
+    sum_C1 = logits_CV.exp_().sum(1, keepdim=True)
     if ((sum_C1 > SAFE_SUM[0]) & (sum_C1 < SAFE_SUM[1])).all():
-        return buffer_CV, sum_C1, torch.zeros_like(sum_C1)
+        return buffer_CV, sum_C1, target_logit_C1
     logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV)
     max_C1 = logits_CV.amax(1, keepdim=True)
     exp_CV = logits_CV.sub_(max_C1).exp_()
-    return exp_CV, exp_CV.sum(1, keepdim=True), max_C1
+    return exp_CV, exp_CV.sum(1, keepdim=True), target_logit_C1.sub_(max_C1)
