@@ -31,7 +31,8 @@ def written_out(block, x, attention_keep=None, keeps=(1.0, 1.0)):
     """attention_keep: what multiplies the weights; keeps: what multiplies the results of the two halves."""
     a, (B, T, _) = block.attention, x.shape
     h = F.layer_norm(x, (48,), block.attention_norm.weight, block.attention_norm.bias)
-    q, k, v = ((h @ getattr(a, role).weight.T).view(B, T, a.num_heads, -1).transpose(1, 2) for role in "qkv")
+    matrices = (getattr(getattr(a, role), "weight", torch.eye(48, dtype=x.dtype)) for role in "qkv")
+    q, k, v = ((h @ matrix.T).view(B, T, a.num_heads, -1).transpose(1, 2) for matrix in matrices)
     scores = (q @ k.mT / math.sqrt(48 / a.num_heads)).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
     weights = scores.softmax(-1) * (1.0 if attention_keep is None else attention_keep)
     x = x + keeps[0] * ((weights @ v).transpose(1, 2).reshape(B, T, 48) @ a.o.weight.T)
@@ -53,11 +54,13 @@ def gradients(output, block, x):
      "x norm", "attention.o", "x norm attention.q attention.k attention.v", "ffn.up attention_norm.bias",
      "x norm attention.q attention.k ffn.up"],
 )  # fmt: skip
-def test_result_and_gradients_are_those_of_the_formulas(frozen, small, monkeypatch):
+@pytest.mark.parametrize("arm", ["baseline", "oelm_sliced"])
+def test_result_and_gradients_are_those_of_the_formulas(arm, frozen, small, monkeypatch):
     """Whatever is frozen, and whether tensors are small enough to be kept or not."""
     for module in (halves, by_hand):
         monkeypatch.setattr(module, "KEPT_FLOATS", small)
-    ours, x = block(), stream()
+    ours, x = block(model_type=arm), stream()
+    assert ours.attention.plain
     for name, parameter in ours.named_parameters():
         parameter.requires_grad_(not any(word in name for word in frozen.split() if word != "x"))
     x.requires_grad_("x" not in frozen.split())
@@ -100,7 +103,7 @@ def test_a_frozen_matrix_spares_its_product_in_the_backward_pass(frozen, spared)
 
 def test_a_frame_for_queries_and_keys_has_the_gradients_of_both():
     ours, x = block(model_type="orthogonal", tie_qk=True), stream()
-    assert ours.attention.matrices_alone
+    assert ours.attention.plain
     assert ours.attention.q is ours.attention.k
     for a, b in zip(gradients(ours(x), ours, x), gradients(written_out(ours, x), ours, x), strict=True):
         torch.testing.assert_close(a, b)
@@ -127,11 +130,12 @@ def test_dropout_multiplies_weights_and_both_results_with_what_it_keeps(monkeypa
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("arm", ["baseline", "oelm_sliced"])
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("length", [1, 33, 70])
-def test_several_passes_under_way_at_once_do_not_share_what_they_keep(heads, length):
+def test_several_passes_under_way_at_once_do_not_share_what_they_keep(heads, length, arm):
     """Two models, forward, forward, backward, backward: no buffer of one serves the other, nor is one of them kept."""
-    blocks = [block(seed, num_heads=heads) for seed in (0, 1)]
+    blocks = [block(seed, num_heads=heads, model_type=arm) for seed in (0, 1)]
     streams = [stream(1, length), stream(2, length)]
     outputs = [b(x) for b, x in zip(blocks, streams, strict=True)]
     for b, x, output in reversed(list(zip(blocks, streams, outputs, strict=True))):

@@ -40,9 +40,9 @@ class Attention(nn.Module):
         self.mixing = Mixing(config) if config.extras.keys() - {"lora", "qk_bias", "relative_bias"} else None
         shape = (config.num_heads, config.seq_len) if config.relative_bias else (0,)
         self.relative_bias = nn.Parameter(torch.empty(shape)) if config.relative_bias else None
-        plain = isinstance(self.q, Projection) and not (config.lora or config.qk_bias)
-        self.matrices_alone = plain and self.mixing is None and self.relative_bias is None
-        """Queries and keys are products with matrices, and nothing else."""
+        plain = config.sliced_keys == "tied" if sliced else not (config.lora or config.qk_bias)
+        self.plain = plain and self.mixing is None and self.relative_bias is None
+        """Queries and keys are products with matrices, or the same slices, and nothing else."""
 
     def in_blocks(self, x_BTD: Tensor) -> bool:
         """Block attention is the faster one for these tokens."""
@@ -150,9 +150,12 @@ def attend_backward(
     d_y_BHTK: Tensor, heads: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor], p: float,
     factor: float,
 ) -> None:  # fmt: skip
-    """Write the gradients of q, k and v, (B, H, T, K) each; those of q and k still lack the scale of the logits."""
+    """Write the gradients of q, k and v, (B, H, T, K) each; those of q and k still lack the scale of the logits.
+
+    Where there is room for two only, the first is that of q and k, which are the same.
+    """
     q_NTK, k_NTK, v_NTK = heads
-    d_q_BHTK, d_k_BHTK, d_v_BHTK = gradients
+    *d_q, d_k_BHTK, d_v_BHTK = gradients
     d_y_NTK = scratch("heads", q_NTK, *q_NTK.shape)
     d_y_NTK.view_as(d_y_BHTK).copy_(d_y_BHTK)
     d_k_NTK: Any = None
@@ -172,13 +175,16 @@ def attend_backward(
             d_weight_NQS, weight_NQS, -1, weight_NQS.dtype, grad_input=d_weight_NQS
         )
         d_q_NQK = torch.bmm(d_score_NQS, k_NTK[:, seen], out=scratch("block", q_NTK, *d_y_NQK.shape))
-        d_q_BHTK[:, :, here] = d_q_NQK.view(*d_q_BHTK.shape[:2], *d_q_NQK.shape[1:])
+        for d_q_BHTK in d_q:
+            d_q_BHTK[:, :, here] = d_q_NQK.view(*d_q_BHTK.shape[:2], *d_q_NQK.shape[1:])
         d_k_here_NSK = torch.bmm(d_score_NQS.mT, q_NTK[:, here])
         if d_k_NTK is None:  # the last block has seen all keys
             d_k_NTK, d_v_NTK = d_k_here_NSK, d_v_here_NSK
         else:
             d_k_NTK[:, seen].add_(d_k_here_NSK)
             d_v_NTK[:, seen].add_(d_v_here_NSK)
+        if not d_q:
+            d_k_NTK[:, here].add_(d_q_NQK)
     d_k_BHTK.copy_(d_k_NTK.view_as(d_k_BHTK))
     d_v_BHTK.copy_(d_v_NTK.view_as(d_v_BHTK))
 

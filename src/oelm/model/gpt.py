@@ -48,7 +48,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         p = self.dropout.p if self.training else 0.0
-        if self.attention.matrices_alone and self.attention.in_blocks(x_BTD):
+        if self.attention.plain and self.attention.in_blocks(x_BTD):
             h_BTD = attention_half(x_BTD, self.attention_norm, self.attention, p)
         else:
             h_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))

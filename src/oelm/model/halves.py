@@ -1,7 +1,7 @@
 """The two halves of a block on a CPU, each one operation with a backward pass of its own:
 
-    h = x + dropout(attention(norm(x)))        where queries and keys are products with matrices and nothing else,
-    y = h + dropout(feed_forward(norm(h)))     and attention goes block by block
+    h = x + dropout(attention(norm(x)))        where queries and keys are products with matrices, or the same slices
+    y = h + dropout(feed_forward(norm(h)))     of the input, and nothing else, and attention goes block by block
 
 A small model's step is made of many small operations. Here queries, keys and values are one product, the logits' scale
 is in its matrix, a residual is where the last product adds its result, and gradients that nobody else reads are
@@ -28,8 +28,8 @@ stage: Callable[[str | None], None] = lambda name: None  # noqa: E731
 
 
 def attention_half(x_BTD: Tensor, norm: nn.LayerNorm, attention: Attention, p: float) -> Tensor:
-    q, k, v, o = (getattr(attention, role).weight for role in "qkvo")
-    return _AttentionHalf.apply(x_BTD, norm.weight, norm.bias, q, k, v, o, attention.num_heads, norm.eps, p)
+    matrices = (getattr(getattr(attention, role), "weight", None) for role in "qkvo")
+    return _AttentionHalf.apply(x_BTD, norm.weight, norm.bias, *matrices, attention.num_heads, norm.eps, p)
 
 
 def feed_forward_half(x_BTD: Tensor, norm: nn.LayerNorm, up: nn.Linear, down: nn.Linear, p: float) -> Tensor:
@@ -38,24 +38,26 @@ def feed_forward_half(x_BTD: Tensor, norm: nn.LayerNorm, up: nn.Linear, down: nn
 
 
 class _AttentionHalf(torch.autograd.Function):
+    """Without matrices for queries and keys, either are the heads' slices of the input."""
+
     @staticmethod
     def forward(
         ctx: Any, x_BTD: Tensor, norm_weight_D: Tensor, norm_bias_D: Tensor,
-        q_DD: Tensor, k_DD: Tensor, v_DD: Tensor, o_DD: Tensor, num_heads: int, eps: float, p: float,
+        q_DD: Tensor | None, k_DD: Tensor | None, v_DD: Tensor, o_DD: Tensor, num_heads: int, eps: float, p: float,
     ) -> Tensor:  # fmt: skip
         B, T, D = x_BTD.shape
         x_ND = x_BTD.flatten(0, 1)
         stage("norms")
         h_ND, mean_N1, rstd_N1 = torch.native_layer_norm(x_ND, (D,), norm_weight_D, norm_bias_D, eps)
         stage("attention q, k, v")
-        ctx.split, ctx.p = (B, T, 3, num_heads, D // num_heads), p
-        joint_ED = _joint(q_DD, k_DD, v_DD, ctx.split[-1])
-        qkv_NE = torch.mm(h_ND, joint_ED.t(), out=scratch("qkv", h_ND, B * T, 3 * D))
-        heads_3BHTK = qkv_NE.view(ctx.split).permute(2, 0, 3, 1, 4).clone(memory_format=torch.contiguous_format)
-        heads_3NTK = heads_3BHTK.flatten(1, 2)
+        ctx.shape, ctx.scale, ctx.p = (B, T, num_heads, D // num_heads), (D // num_heads) ** -0.5, p
+        joint_ED = _joint(q_DD, k_DD, v_DD, ctx.scale)
+        made_NE = torch.mm(h_ND, joint_ED.t(), out=scratch("qkv", h_ND, B * T, len(joint_ED)))
+        *qk, v_NTK = _heads(made_NE, ctx.shape).clone(memory_format=torch.contiguous_format).flatten(1, 2).unbind()
+        q_NTK, k_NTK = qk or 2 * [_heads(h_ND, ctx.shape)[0].flatten(0, 1)]
         stage("attention weights")
-        y_BTHK = x_BTD.new_empty(B, T, num_heads, D // num_heads)
-        weights, ctx.factor = attend(heads_3NTK.unbind(), y_BTHK.transpose(1, 2), p)
+        y_BTHK = x_BTD.new_empty(ctx.shape)
+        weights, ctx.factor = attend((q_NTK, k_NTK, v_NTK), y_BTHK.transpose(1, 2), p, 1.0 if qk else ctx.scale)
         stage("attention o")
         y_ND = y_BTHK.view(B * T, D)
         out_ND, kept_ND = _add(x_ND, y_ND, o_DD, None, p)
@@ -63,7 +65,7 @@ class _AttentionHalf(torch.autograd.Function):
         _, _, _, *for_qkv, for_o, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(
             x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND if any(for_qkv) else None, q_DD, k_DD, v_DD, o_DD,
-            heads_3NTK, y_ND if for_o else None, kept_ND, *weights,
+            q_NTK, k_NTK, v_NTK, y_ND if for_o else None, kept_ND, *weights,
         )  # fmt: skip
         return out_ND.view(B, T, D)
 
@@ -71,11 +73,10 @@ class _AttentionHalf(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
         (
-            x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND, q_DD, k_DD, v_DD, o_DD, heads_3NTK, y_ND, kept_ND,
-            *weights,
+            x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND, q_DD, k_DD, v_DD, o_DD, q_NTK, k_NTK, v_NTK, y_ND,
+            kept_ND, *weights,
         ) = ctx.saved_tensors  # fmt: skip
         for_x, for_norm_weight, for_norm_bias, *for_qkv, for_o, _, _, _ = ctx.needs_input_grad
-        B, T, _, H, K = ctx.split
         N, D = x_ND.shape
         for_h = for_x or for_norm_weight or for_norm_bias
         d_out_ND = d_out_BTD.flatten(0, 1)
@@ -87,20 +88,25 @@ class _AttentionHalf(torch.autograd.Function):
         if for_h or any(for_qkv):
             d_y_ND = torch.mm(d_o_ND, o_DD, out=scratch("stream", x_ND, N, D))
             stage("attention weights")
-            d_qkv_NE = scratch("qkv", x_ND, N, 3 * D)
-            d_heads = d_qkv_NE.view(ctx.split).permute(2, 0, 3, 1, 4).unbind()
-            d_y_BHTK = d_y_ND.view(B, T, H, K).transpose(1, 2)
-            attend_backward(d_y_BHTK, heads_3NTK.unbind(), weights, d_heads, ctx.p, ctx.factor)
+            d_made_NE = scratch("qkv", x_ND, N, 2 * D if q_DD is None else 3 * D)  # slices: queries' in the keys'
+            d_heads = _heads(d_made_NE, ctx.shape)
+            (d_y_BHTK,) = _heads(d_y_ND, ctx.shape)
+            attend_backward(d_y_BHTK, (q_NTK, k_NTK, v_NTK), weights, d_heads.unbind(), ctx.p, ctx.factor)
             stage("attention q, k, v")
+            *d_q, d_k_ND, d_v_ND = d_made_NE.split(D, 1)
             if all(for_qkv):
-                d_qkv = list(torch.mm(d_qkv_NE.t(), h_ND).split(D))
+                d_qkv = list(torch.mm(d_made_NE.t(), h_ND).split(D))
             else:
-                parts = zip(d_qkv_NE.split(D, 1), for_qkv, strict=True)
+                parts = zip((*(d_q or [None]), d_k_ND, d_v_ND), for_qkv, strict=True)
                 d_qkv = [torch.mm(d_ND.t(), h_ND) if wanted else None for d_ND, wanted in parts]
             if d_qkv[0] is not None:
-                d_qkv[0].mul_(K**-0.5)
+                d_qkv[0].mul_(ctx.scale)
         if for_h:
-            d_h_ND = torch.mm(d_qkv_NE, _joint(q_DD, k_DD, v_DD, K), out=scratch("stream", x_ND, N, D))
+            d_h_ND = scratch("stream", x_ND, N, D)
+            if q_DD is None:
+                torch.addmm(d_k_ND, d_v_ND, v_DD, beta=ctx.scale, out=d_h_ND)
+            else:
+                torch.mm(d_made_NE, _joint(q_DD, k_DD, v_DD, ctx.scale), out=d_h_ND)
             stage("norms")
             d_x_ND, d_norm_weight_D, d_norm_bias_D = norm_backward(
                 d_h_ND, x_ND, (D,), mean_N1, rstd_N1, norm_weight_D, norm_bias_D, ctx.needs_input_grad[:3]
@@ -110,10 +116,18 @@ class _AttentionHalf(torch.autograd.Function):
         return d_x_BTD, d_norm_weight_D, d_norm_bias_D, *d_qkv, d_o_DD, None, None, None
 
 
-def _joint(q_DD: Tensor, k_DD: Tensor, v_DD: Tensor, width: int) -> Tensor:
-    """The three matrices in one, the queries' with the scale of the logits."""
+def _heads(x_NE: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """What lies side by side in `x_NE`, one behind the other, split into heads: (E // D, B, H, T, K), no copy."""
+    B, T, H, K = shape
+    return x_NE.view(B, T, -1, H, K).permute(2, 0, 3, 1, 4)
+
+
+def _joint(q_DD: Tensor | None, k_DD: Tensor | None, v_DD: Tensor, scale: float) -> Tensor:
+    """The matrices in one, the queries' with the scale of the logits."""
+    if q_DD is None or k_DD is None:
+        return v_DD
     joint_ED = scratch("joint", q_DD, 3 * len(q_DD), len(q_DD))
-    return torch.cat((q_DD * width**-0.5, k_DD, v_DD), out=joint_ED)
+    return torch.cat((q_DD * scale, k_DD, v_DD), out=joint_ED)
 
 
 class _FeedForwardHalf(torch.autograd.Function):
