@@ -109,6 +109,28 @@ def test_a_frame_for_queries_and_keys_has_the_gradients_of_both():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("name", ["attention.q", "attention.v", "attention.o", "ffn.up", "ffn.down"])
+def test_a_module_put_in_the_place_of_a_matrix_is_called(name):
+    """As adapters do, which wrap a layer and add to it."""
+    ours, x = block(), stream()
+    parent, _, role = name.partition(".")
+    before, inner = ours(x), getattr(getattr(ours, parent), role)
+    setattr(getattr(ours, parent), role, torch.nn.Sequential(inner))
+    torch.testing.assert_close(ours(x), before)
+    setattr(getattr(ours, parent), role, torch.nn.Sequential(inner, torch.nn.Tanh()))
+    assert not torch.allclose(ours(x), before)
+
+
+@pytest.mark.parametrize("arm", ["baseline", "oelm_sliced"])
+def test_second_derivatives_are_refused(arm):
+    """Left to torch they would lack the share of these operations, and nobody would know."""
+    ours, x = block(model_type=arm), stream()
+    (first,) = torch.autograd.grad(ours(x).sum(), x)
+    assert first.abs().max() > 0
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(ours(x).sum(), x, create_graph=True)
+
+
 def test_dropout_multiplies_weights_and_both_results_with_what_it_keeps(monkeypatch):
     masks = []
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from oelm.config import RunConfig
-from oelm.model.by_hand import by_hand, is_real, scratch
+from oelm.model.by_hand import by_hand, is_real, once, scratch
 from oelm.model.dropout import keep_mask
 from oelm.model.extras import Mixing, Projection
 
@@ -41,8 +40,14 @@ class Attention(nn.Module):
         shape = (config.num_heads, config.seq_len) if config.relative_bias else (0,)
         self.relative_bias = nn.Parameter(torch.empty(shape)) if config.relative_bias else None
         plain = config.sliced_keys == "tied" if sliced else not (config.lora or config.qk_bias)
-        self.plain = plain and self.mixing is None and self.relative_bias is None
-        """Queries and keys are products with matrices, or the same slices, and nothing else."""
+        self._plain = plain and self.mixing is None and self.relative_bias is None
+
+    @property
+    def plain(self) -> bool:
+        """Queries and keys are products with matrices, or the same slices, and nothing else; nor has anybody put a
+        module of their own in the place of one."""
+        made = type(self.q) in (Projection, nn.Identity) and type(self.v) is type(self.o) is nn.Linear
+        return self._plain and made
 
     def in_blocks(self, x_BTD: Tensor) -> bool:
         """Block attention is the faster one for these tokens."""
@@ -103,7 +108,7 @@ class BlockAttention(torch.autograd.Function):
         return y_BHTK
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, d_y_BHTK: Tensor) -> tuple[Tensor | None, ...]:
         q_NTK, k_NTK, v_NTK, *weights = ctx.saved_tensors
         gradients = [_side_by_side(d_y_BHTK) for _ in range(3)]

@@ -1,6 +1,8 @@
 """What operations with a backward pass of their own have in common: where they are used, and their memory."""
 
 import threading
+from collections.abc import Callable
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -16,6 +18,21 @@ MOST_VIEWS = 512
 def by_hand(x: Tensor) -> bool:
     """Whether `x` is for such an operation: on a CPU. Everywhere else, and for the compiler, torch's own are better."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For a backward pass that cannot itself be differentiated: refuse it.
+
+    With torch's own `once_differentiable`, `torch.autograd.grad` leaves out what it cannot reach, and says nothing.
+    """
+
+    @wraps(backward)
+    def refusing(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("on a CPU this model has first derivatives only: create_graph=True needs a GPU")
+        return backward(ctx, *gradients)
+
+    return refusing
 
 
 class _Held(threading.local):

@@ -5,7 +5,8 @@
 
 A small model's step is made of many small operations. Here queries, keys and values are one product, the logits' scale
 is in its matrix, a residual is where the last product adds its result, and gradients that nobody else reads are
-made in place and in memory that the cache still holds. A step of pocket takes about 0.95 of its time.
+made in place and in memory that the cache still holds. A step of pocket takes about 0.95 of its time. The modules
+within are not called, nor are their hooks.
 """
 
 from collections.abc import Callable
@@ -14,10 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from oelm.model.attention import Attention, attend, attend_backward
-from oelm.model.by_hand import KEPT_FLOATS, scratch
+from oelm.model.by_hand import KEPT_FLOATS, once, scratch
 from oelm.model.dropout import kept
 
 norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -70,7 +70,7 @@ class _AttentionHalf(torch.autograd.Function):
         return out_ND.view(B, T, D)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, d_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
         (
             x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND, q_DD, k_DD, v_DD, o_DD, q_NTK, k_NTK, v_NTK, y_ND,
@@ -155,7 +155,7 @@ class _FeedForwardHalf(torch.autograd.Function):
         return out_ND.view_as(x_BTD)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, d_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
         (
             x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND, up_FD, down_DF, up_NF, gelu_NF, kept_ND

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from oelm.model.by_hand import by_hand
+from oelm.model.by_hand import by_hand, once
 
 CHUNK_FLOATS = 512 * 50_304
 """Size of the logit buffer. More tokens at a time mean fewer passes over the weight gradient."""
@@ -64,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses_N.mean()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # Nothing holds on to them here, so that autograd may add to them instead of copying them.
         gradients, ctx.gradients = ctx.gradients, None
