@@ -67,6 +67,13 @@ def test_a_contest_that_cannot_be_is_refused_in_one_line(small, oelm, arguments,
     assert message in result.err
 
 
+@pytest.mark.parametrize(("percent", "said"), [(80, True), (2, False)])
+def test_other_work_on_the_machine_is_named(small, oelm, monkeypatch, percent, said):
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: percent)
+    result = oelm("bench", "baseline", "--repeats", 1)
+    assert (result.code, f"other work took {percent} %" in result.err) == (0, said)
+
+
 def test_a_step_of_every_contender_ends_in_an_update(small):
     for name in ("baseline", "oelm_v2", "oelm_shared", "oelm_sliced", "transformers", "published"):
         if name == "transformers":

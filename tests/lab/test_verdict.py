@@ -363,6 +363,8 @@ def test_a_second_copy_of_a_plan_plans_nothing_new_and_plans_must_agree(tmp_path
         make_run(tmp_path, f"baseline_seed{seed}", "baseline", seed, test=loss)
         make_run(tmp_path, f"oelm_v2_seed{seed}", "oelm_v2", seed, test=loss)
     assert "INTERIM" not in oelm("verdict", tmp_path).out
+    (tmp_path / "q.plan.toml").write_text(plan + "[verdict]\ncriterion = 1.05\n")
+    assert oelm("verdict", tmp_path).code == 0  # the one that says nothing means the usual criterion
     (tmp_path / "q.plan.toml").write_text(plan + "[verdict]\ncriterion = 1.2\n")
     result = oelm("verdict", tmp_path)
     assert (result.code, "give --criterion" in result.err) == (2, True)

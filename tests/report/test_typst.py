@@ -19,6 +19,7 @@ def test_a_chinese_pdf_without_a_font_says_how_to_get_one(oelm, monkeypatch, tmp
     assert result.code == 2
     assert "apt install fonts-noto-cjk" in result.err
     assert (tmp_path / "report-zh.html").exists()
+    assert f"written: {tmp_path / 'report-zh.html'}" in result.err
 
 
 def test_typst_shows_markup_as_text(tmp_path):

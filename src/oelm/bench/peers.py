@@ -29,7 +29,7 @@ Step = Callable[[Tensor, Tensor], None]
 
 def check_peer(name: str, nanogpt: Path | None) -> None:
     if name == "transformers" and not importlib.util.find_spec("transformers"):
-        raise UserError("the peer transformers needs the package of that name: pip install oelm[hf]")
+        raise UserError("the peer transformers needs the package of that name: make hf (or pip install 'oelm[hf]')")
     if name == "nanogpt" and nanogpt is None:
         raise UserError("nanogpt: say where its checkout is with --nanogpt DIR")
     if name == "nanogpt" and nanogpt and not (nanogpt / "model.py").is_file():

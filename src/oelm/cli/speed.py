@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,9 @@ from pathlib import Path
 
 from oelm.cli.parser import Parser, add_config_flags, config_of
 from oelm.errors import UserError
+
+BUSY, BUSY_LOOK = 20, 1.0
+"""Percent of the machine that other work may take before figures are said to mean little; seconds of looking."""
 
 
 def bench_verb(parser: Parser) -> None:
@@ -49,6 +53,7 @@ def _bench(options: argparse.Namespace) -> None:
     names = list(dict.fromkeys(options.names)) or ["baseline", "oelm_v2", "oelm_sliced"]
     from dataclasses import asdict
 
+    import psutil
     import torch
     from rich.console import Console
 
@@ -64,11 +69,14 @@ def _bench(options: argparse.Namespace) -> None:
     configure(shape, settings)
     if options.out:
         _writable(options.out)
+    busy = psutil.cpu_percent(interval=BUSY_LOOK)
     command = f"oelm bench {' '.join(names)} --shape {shape} --repeats {options.repeats}"
     command += "".join(f" --{key} {value}" for key, value in (settings | {"threads": options.threads}).items() if value)
     command += " --nanogpt DIR" if options.nanogpt else ""
     with _ticking((len(names) + len(GEMM_SIZES)) * (options.repeats + 2), quiet=options.json) as tick:
         found = contest(names, shape, settings, options.repeats, options.nanogpt, tick, command)
+    if busy > BUSY:
+        print(f"other work took {busy:.0f} % of this machine when it began: the figures mean little", file=sys.stderr)
     if options.json:
         print(json.dumps(asdict(found), indent=2))
     else:

@@ -198,11 +198,11 @@ def load_study(root: Path, baseline: str = "", criterion: float | None = None) -
     measures = {run.measure for run in runs}
     if len(measures) > 1:
         raise UserError(f"below {root} are language models and classifiers: judge their folders apart")
-    given = criterion if criterion is not None else _agreed("criterion", [plan.criterion for plan in plans], None)
-    if given is not None and not LEAST_CRITERION < given < MOST_CRITERION:
-        raise UserError(f"--criterion {given:g}: take a ratio of perplexities such as 1.05, or points of accuracy")
     score = next(iter(measures), PERPLEXITY)
-    bar = given if given is not None else score.criterion
+    planned = [score.criterion if plan.criterion is None else plan.criterion for plan in plans]
+    bar = criterion if criterion is not None else _agreed("criterion", planned, score.criterion)
+    if not LEAST_CRITERION < bar < MOST_CRITERION:
+        raise UserError(f"--criterion {bar:g}: take a ratio of perplexities such as 1.05, or points of accuracy")
     return Study(root, runs, _settings(runs, baseline), statuses, damaged, plans, baseline, bar, score)
 
 

@@ -55,7 +55,8 @@ def write_report(
             for stale in set(folder.glob("*.svg")) - content.keys():
                 stale.unlink()
     if lacking:
-        raise lacking
+        written = ", ".join(str(path) for path in reports if path in content)
+        raise UserError(f"{lacking}; written: {written}" if written else str(lacking)) from lacking
     return list(reports)
 
 
