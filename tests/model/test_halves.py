@@ -109,7 +109,7 @@ def test_a_frame_for_queries_and_keys_has_the_gradients_of_both():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ["attention.q", "attention.v", "attention.o", "ffn.up", "ffn.down"])
+@pytest.mark.parametrize("name", ["attention.q", "attention.k", "attention.v", "attention.o", "ffn.up", "ffn.down"])
 def test_a_module_put_in_the_place_of_a_matrix_is_called(name):
     """As adapters do, which wrap a layer and add to it."""
     ours, x = block(), stream()

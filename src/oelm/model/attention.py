@@ -46,8 +46,8 @@ class Attention(nn.Module):
     def plain(self) -> bool:
         """Queries and keys are products with matrices, or the same slices, and nothing else; nor has anybody put a
         module of their own in the place of one."""
-        made = type(self.q) in (Projection, nn.Identity) and type(self.v) is type(self.o) is nn.Linear
-        return self._plain and made
+        frames = (type(self.q), type(self.k)) in ((Projection, Projection), (nn.Identity, SlicedKey))
+        return self._plain and frames and type(self.v) is type(self.o) is nn.Linear
 
     def in_blocks(self, x_BTD: Tensor) -> bool:
         """Block attention is the faster one for these tokens."""
