@@ -46,12 +46,30 @@ def test_a_table_a_picture_and_json_are_written(small, oelm, tmp_path):
     assert "bounds take 6 repeats" in text
 
 
+def test_every_launch_has_processes_of_its_own(small, oelm, monkeypatch):
+    begun = []
+
+    class Noted(module.measure.Apart):
+        def __init__(self, make, name, *arguments, **options):
+            begun.append(name)
+            super().__init__(make, name, *arguments, **options)
+
+    monkeypatch.setattr(module.measure, "Apart", Noted)
+    result = oelm("bench", "baseline", "oelm_sliced", "--launches", 2, "--repeats", 3, "--json")
+    assert begun == 2 * ["baseline", "oelm_sliced"]
+    found = json.loads(result.out)
+    assert [len(entry["repeats"]) for entry in found["entries"]] == [6, 6]
+    assert (found["launches"], found["repeats"]) == (2, 3)
+    assert "--repeats 3 --launches 2" in found["command"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("oelm_slicd",), "did you mean oelm_sliced"),
         (("--shape", "medum-512"), "did you mean medium-512"),
-        (("--repeats", "0"), "repeats must be 1 or more"),
+        (("--repeats", "0"), "repeats and launches must be 1 or more"),
+        (("--launches", "0"), "repeats and launches must be 1 or more"),
         (("baseline", "nanogpt"), "--nanogpt DIR"),
         (("baseline", "nanogpt", "--nanogpt", "nowhere"), "model.py is not there"),
         (("baseline", "published", "--shape", "bert-base"), "only arms"),

@@ -67,7 +67,9 @@ class Contest:
     batch: str
     dropout: float
     threads: int
+    launches: int
     repeats: int
+    """Of every launch."""
     gemm_peak: float
     entries: list[Entry]
     machine: dict[str, str]
@@ -128,9 +130,12 @@ def arithmetic(config: RunConfig, shape: str, causal: bool) -> int:
 
 def contest(
     names: Sequence[str], shape: str, settings: dict[str, Any], repeats: int, nanogpt: Path | None,
-    tick: Callable[[], None], command: str,
+    tick: Callable[[], None], command: str, launches: int = 1,
 ) -> Contest:  # fmt: skip
-    """Time a training step of each of `names` (arms or peers), the first being what the others are compared with."""
+    """Time a training step of each of `names` (arms or peers), the first being what the others are compared with.
+
+    Every one of the `launches` has processes of its own, and takes `repeats` steps of each.
+    """
     for name in names:
         if name not in ARMS and name not in PEERS:
             raise UserError(f"unknown arm or peer {name}: {nearest(name, [*ARMS, *PEERS])}")
@@ -141,13 +146,17 @@ def contest(
     configs = {name: configure(shape, settings, name if name in ARMS else "baseline") for name in names}
     products = measure.gemm()
     settle = any(name in PEERS for name in names)  # peers give their memory back while they wait; arms keep it
-    with ExitStack() as stack:
-        steps = {}
-        for name, config in configs.items():
-            process = measure.Apart(contender, name, config, shape in HEADLESS, nanogpt, settle=settle)
-            steps[name] = stack.enter_context(process)
-        seconds = measure.interleave(dict[str, Any](steps) | products, repeats, tick=tick)
-        peaks = {name: step.memory() for name, step in steps.items()}
+    found: list[dict[str, np.ndarray]] = []
+    peaks = dict.fromkeys(names, 0)
+    for _ in range(launches):
+        with ExitStack() as stack:
+            steps = {}
+            for name, config in configs.items():
+                process = measure.Apart(contender, name, config, shape in HEADLESS, nanogpt, settle=settle)
+                steps[name] = stack.enter_context(process)
+            found.append(measure.interleave(dict[str, Any](steps) | products, repeats, tick=tick))
+            peaks = {name: max(peaks[name], step.memory()) for name, step in steps.items()}
+    seconds = {name: np.concatenate([launch[name] for launch in found]) for name in found[0]}
     peak = max(product.flops / float(np.median(seconds[name])) for name, product in products.items())
     config = configure(shape, settings)
     full = arithmetic(config, shape, causal=False)
@@ -159,7 +168,7 @@ def contest(
             median,
             tokens_per_second=config.tokens_per_step / median,
             of_peak=arithmetic(own, shape, causal=True) / median / peak,
-            speedup=measure.ratio(seconds[names[0]], seconds[name]),
+            speedup=measure.ratio(seconds[names[0]], seconds[name], launches),
             bound=full / arithmetic(own, shape, causal=False) if name in ARMS else None,
             memory=peaks[name],
             repeats=list(seconds[name]),
@@ -169,7 +178,7 @@ def contest(
     batch = f"{config.batch_size} x {config.seq_len}"
     name = config.arch if config.arch != encoders.GPT else shape
     return Contest(
-        shape, name, batch, config.dropout, torch.get_num_threads(), repeats, peak, entries, machine, command
+        shape, name, batch, config.dropout, torch.get_num_threads(), launches, repeats, peak, entries, machine, command
     )
 
 
@@ -202,7 +211,8 @@ def _significant(value: float, digits: int = 4) -> str:
 def caption(found: Contest) -> str:
     return (
         f"{found.name}{' without its head' if found.shape in HEADLESS else ''}, {found.batch} tokens a step, dropout "
-        f"{found.dropout:g}, {_count(found.threads, 'thread')}; {_count(found.repeats, 'interleaved repeat')}; GEMM "
+        f"{found.dropout:g}, {_count(found.threads, 'thread')}; "
+        f"{f'{found.launches} launches of ' * (found.launches > 1)}{_count(found.repeats, 'interleaved repeat')}; GEMM "
         f"peak {found.gemm_peak / 1e9:.1f} GFLOP/s in the same run; speed-up over {found.entries[0].name}"
         + (
             f", in brackets one-sided {measure.CONFIDENCE:.0%} bounds"

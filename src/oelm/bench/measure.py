@@ -16,6 +16,8 @@ import torch
 
 from oelm.train.clock import peak_memory
 
+WARMUP = 2
+"""Rounds before the first that counts."""
 RESAMPLES = 2_000
 CONFIDENCE = 0.95
 LEAST_REPEATS = 6
@@ -44,7 +46,7 @@ def stopwatch(step: Callable[[], object]) -> float:
 def interleave(
     steps: Mapping[str, "Callable[[], object] | Apart"],
     repeats: int,
-    warmup: int = 2,
+    warmup: int = WARMUP,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, np.ndarray]:
     """Seconds of each repeat of each contender; who begins a round changes from round to round."""
@@ -61,13 +63,19 @@ def interleave(
     return {name: np.array(values) for name, values in seconds.items()}
 
 
-def ratio(slower: np.ndarray, faster: np.ndarray) -> Interval:
-    """How many times faster: the ratio of medians, with bounds from resampled rounds."""
+def ratio(slower: np.ndarray, faster: np.ndarray, launches: int = 1) -> Interval:
+    """How many times faster: the ratio of medians, with bounds from resampled rounds.
+
+    A process may be lucky with its memory for as long as it lives. Of several `launches`, one behind the other in the
+    arrays and equally long, some are drawn first, then rounds within each.
+    """
     value = float(np.median(slower) / np.median(faster))
-    if len(slower) < LEAST_REPEATS:
+    rounds = len(slower) // launches
+    if rounds < LEAST_REPEATS:
         return Interval(value, None, None)
     chance = np.random.default_rng(0)
-    drawn = chance.integers(0, len(slower), (RESAMPLES, len(slower)))
+    first = rounds * chance.integers(0, launches, (RESAMPLES, launches, 1))
+    drawn = (first + chance.integers(0, rounds, (RESAMPLES, launches, rounds))).reshape(RESAMPLES, -1)
     ratios = np.median(slower[drawn], axis=1) / np.median(faster[drawn], axis=1)
     low, high = np.quantile(ratios, (1 - CONFIDENCE, CONFIDENCE))
     return Interval(value, float(low), float(high))

@@ -40,6 +40,8 @@ def bench_verb(parser: Parser) -> None:
     parser.add_argument("--seq_len", type=int, metavar="N", help="tokens in a window; default: the shape's")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="default 0")
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="steps of each (default 30)")
+    launches = "start all anew so many times, each with all repeats: a process may be lucky with its memory (default 1)"
+    parser.add_argument("--launches", type=int, default=1, metavar="N", help=launches)
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores")
     parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT to compare with")
     parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.json, PREFIX.md and PREFIX.svg")
@@ -48,8 +50,8 @@ def bench_verb(parser: Parser) -> None:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    if options.repeats < 1 or options.threads < 0:
-        raise UserError("repeats must be 1 or more and threads 0 or more")
+    if options.repeats < 1 or options.launches < 1 or options.threads < 0:
+        raise UserError("repeats and launches must be 1 or more and threads 0 or more")
     names = list(dict.fromkeys(options.names)) or ["baseline", "oelm_v2", "oelm_sliced"]
     from dataclasses import asdict
 
@@ -58,7 +60,7 @@ def _bench(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from oelm.bench.contest import caption, columns, configure, contest, shape_for, write
-    from oelm.bench.measure import GEMM_SIZES
+    from oelm.bench.measure import GEMM_SIZES, WARMUP
     from oelm.machine import cores, threads_asked
     from oelm.tables import table
 
@@ -72,9 +74,11 @@ def _bench(options: argparse.Namespace) -> None:
     busy = psutil.cpu_percent(interval=BUSY_LOOK)
     command = f"oelm bench {' '.join(names)} --shape {shape} --repeats {options.repeats}"
     command += "".join(f" --{key} {value}" for key, value in (settings | {"threads": options.threads}).items() if value)
+    command += f" --launches {options.launches}" if options.launches > 1 else ""
     command += " --nanogpt DIR" if options.nanogpt else ""
-    with _ticking((len(names) + len(GEMM_SIZES)) * (options.repeats + 2), quiet=options.json) as tick:
-        found = contest(names, shape, settings, options.repeats, options.nanogpt, tick, command)
+    turns = options.launches * (len(names) + len(GEMM_SIZES)) * (options.repeats + WARMUP)
+    with _ticking(turns, quiet=options.json) as tick:
+        found = contest(names, shape, settings, options.repeats, options.nanogpt, tick, command, options.launches)
     if busy > BUSY:
         print(f"other work took {busy:.0f} % of this machine when it began: the figures mean little", file=sys.stderr)
     if options.json:
