@@ -73,6 +73,8 @@ def test_inspect_shows_a_table_of_parts_and_bounds(oelm):
     shown = oelm("inspect", "--model_type", "oelm_v2").out
     for text in ("attention q", "3,145,728", "41,751,040", "1.022", "1.071", "477.8 MiB"):
         assert text in shown
+    assert "there is none" not in shown
+    assert "100% (there is none)" in oelm("inspect", "--model_type", "oelm_v3").out
     assert "oelm_matched" in oelm("inspect", "--arms").out
     assert json.loads(oelm("inspect", "--arms", "--json").out)["drawn"]["oelm_v2"]["freeze"] == "qk"
 

@@ -51,12 +51,13 @@ def show_cost(config: RunConfig, as_json: bool) -> None:
     parts = table(("part", *counts), [[row["part"], *(f"{row[key]:,}" for key in counts)] for row in report["parts"]])
     parts.add_section()
     parts.add_row("all", *(f"{report[key]:,}" for key in counts), style="bold")
+    none = "" if any(row["part"] in ("attention q", "attention k") for row in report["parts"]) else " (there is none)"
     phases = [
         (f"{row['step']:,}", f"{len(row['frozen'])}{' (most steps)' if row['rests'] else ''}",
-         f"{row['qk_share']:.0%}", f"{row['trainable']:,}")
+         f"{row['qk_share']:.0%}{none}", f"{row['trainable']:,}")
         for row in report["phases"]
     ]  # fmt: skip
-    console.print(parts, table(("\nfrom step", "\nfrozen tensors", "\nof all Q/K", "\ntrainable"), phases), steps)
+    console.print(parts, table(("\nfrom step", "\nfrozen tensors", "\nof Q/K matrices", "\ntrainable"), phases), steps)
     flops, bounds = report["flops_per_token"], report["bounds"]
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column()
