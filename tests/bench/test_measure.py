@@ -27,13 +27,14 @@ def test_the_ratio_is_that_of_medians_and_its_bounds_hold_the_spread():
     assert str(measure.ratio(slow[:5], fast[:5])) == "2.100"  # too few for bounds
 
 
-def test_the_bounds_hold_what_differs_between_launches_however_steady_each_is():
-    slow, fast = np.full(300, 1.2), np.concatenate((np.full(100, 1.0), np.full(200, 1.1)))
-    together, apart = measure.ratio(slow, fast), measure.ratio(slow, fast, launches=3)
-    assert together.value == apart.value == pytest.approx(1.2 / 1.1)
-    assert together.high == pytest.approx(1.2 / 1.1)  # with so many repeats, nothing is left to chance
-    assert (apart.low, apart.high) == pytest.approx((1.2 / 1.1, 1.2 / 1.0))
-    assert str(measure.ratio(slow, fast, launches=100)) == "1.091"  # too few of each for bounds
+def test_launches_count_alike_however_fast_the_machine_is_in_each_and_the_bounds_hold_what_differs_between_them():
+    fast = np.repeat([1.0, 3.0, 2.0], 100)
+    slow = fast * np.repeat([1.1, 1.2, 1.0], 100)
+    apart = measure.ratio(slow, fast, launches=3)
+    assert apart.value == pytest.approx((1.1 * 1.2 * 1.0) ** (1 / 3))
+    low, high = (1.1 * 1.0 * 1.0) ** (1 / 3), (1.1 * 1.2 * 1.2) ** (1 / 3)  # drawn by 4 of 27, the ends by 1 each
+    assert (apart.low, apart.high) == pytest.approx((low, high))
+    assert measure.ratio(slow[:15], fast[:15], launches=3).low is None  # too few of each for bounds
 
 
 def test_an_interrupted_measurement_ends_its_contenders_in_the_middle_of_a_step():

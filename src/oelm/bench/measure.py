@@ -66,19 +66,26 @@ def interleave(
 def ratio(slower: np.ndarray, faster: np.ndarray, launches: int = 1) -> Interval:
     """How many times faster: the ratio of medians, with bounds from resampled rounds.
 
-    A process may be lucky with its memory for as long as it lives. Of several `launches`, one behind the other in the
-    arrays and equally long, some are drawn first, then rounds within each.
+    A process may be lucky with its memory for as long as it lives, and the machine changes its speed between launches.
+    Of several `launches`, one behind the other in the arrays and equally long, each has its ratio, and their geometric
+    mean is the value; for the bounds launches are drawn first, then rounds within each.
     """
-    value = float(np.median(slower) / np.median(faster))
-    rounds = len(slower) // launches
+    slower, faster = slower.reshape(launches, -1), faster.reshape(launches, -1)
+    value = float(_mean_ratio(slower, faster))
+    rounds = slower.shape[1]
     if rounds < LEAST_REPEATS:
         return Interval(value, None, None)
     chance = np.random.default_rng(0)
-    first = rounds * chance.integers(0, launches, (RESAMPLES, launches, 1))
-    drawn = (first + chance.integers(0, rounds, (RESAMPLES, launches, rounds))).reshape(RESAMPLES, -1)
-    ratios = np.median(slower[drawn], axis=1) / np.median(faster[drawn], axis=1)
-    low, high = np.quantile(ratios, (1 - CONFIDENCE, CONFIDENCE))
+    which = chance.integers(0, launches, (RESAMPLES, launches, 1))
+    drawn = chance.integers(0, rounds, (RESAMPLES, launches, rounds))
+    low, high = np.quantile(_mean_ratio(slower[which, drawn], faster[which, drawn]), (1 - CONFIDENCE, CONFIDENCE))
     return Interval(value, float(low), float(high))
+
+
+def _mean_ratio(slower: np.ndarray, faster: np.ndarray) -> np.ndarray:
+    """Of arrays that end in (launches, rounds)."""
+    ratios: np.ndarray = np.median(slower, axis=-1) / np.median(faster, axis=-1)
+    return np.asarray(np.exp(np.log(ratios).mean(axis=-1)))
 
 
 def gemm() -> dict[str, "Gemm"]:
