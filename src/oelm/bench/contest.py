@@ -214,6 +214,7 @@ def caption(found: Contest) -> str:
         f"{found.dropout:g}, {_count(found.threads, 'thread')}; "
         f"{f'{found.launches} launches of ' * (found.launches > 1)}{_count(found.repeats, 'interleaved repeat')}; GEMM "
         f"peak {found.gemm_peak / 1e9:.1f} GFLOP/s in the same run; speed-up over {found.entries[0].name}"
+        f"{', mean over the launches' * (found.launches > 1)}"
         + (
             f", in brackets one-sided {measure.CONFIDENCE:.0%} bounds"
             if found.repeats >= measure.LEAST_REPEATS
