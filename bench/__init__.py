@@ -1,5 +1,6 @@
 """Benchmarks of the project's own; each is a command: python -m bench.NAME --help."""
 
+import argparse
 import sys
 from collections.abc import Callable
 
@@ -14,3 +15,9 @@ def run(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         sys.exit(f"error: {error}")
+
+
+def again(name: str, options: argparse.Namespace) -> str:
+    """The command that measures it again, for the end of what is written."""
+    given = "".join(f" --{key} {value}" for key, value in vars(options).items() if key != "out")
+    return f"\npython -m bench.{name}{given} --out PREFIX\n"

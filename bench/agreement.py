@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench import PREPARED, run
+from bench import PREPARED, again, run
 from bench.plain_gpt import PlainGPT, plain_steps
 from oelm.config import RunConfig, resolve
 from oelm.data.tokens import TokenData, open_data
@@ -78,7 +78,7 @@ def main() -> None:
         f"# The same losses without any optimisation\n\nPocket, {options.data}, {options.steps} steps from the same "
         f"weights on the same batches. Loss {ours[0]:.4f} at the first step, {ours[-1]:.4f} at the last.\n\n"
         f"Largest difference of a step's loss: {apart.max():.1e} (step {apart.argmax() + 1}); median "
-        f"{np.median(apart):.1e}.\n"
+        f"{np.median(apart):.1e}.\n{again('agreement', options)}"
     )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out.with_name(f"{options.out.name}.json"), json.dumps(found, indent=1) + "\n")

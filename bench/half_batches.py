@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from bench import run
+from bench import again, run
 from oelm.bench.contest import configure, contender
 from oelm.bench.measure import Apart, interleave, ratio
 from oelm.files import write_atomic
@@ -51,7 +51,7 @@ def main() -> None:
     text = (
         f"# Half a batch, called a step\n\n{options.arch}, batch {options.batch_size} x {options.seq_len} tokens, "
         f"{options.repeats} interleaved repeats, {cores()} cores. Freezing Q/K allows {bound:.3f} x at most.\n\n"
-        f"| timed | ms | speed-up | 'time saved' |\n|---|---|---|---|\n{rows}"
+        f"| timed | ms | speed-up | 'time saved' |\n|---|---|---|---|\n{rows}{again('half_batches', options)}"
     )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out.with_name(f"{options.out.name}.md"), text)

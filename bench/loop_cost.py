@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench import PREPARED, run
+from bench import PREPARED, again, run
 from oelm.bench.measure import Apart, interleave, ratio
 from oelm.config import RunConfig, resolve
 from oelm.data.tokens import TokenData, open_data
@@ -134,7 +134,7 @@ def main() -> None:
         f"| peak memory of evaluating 32 x 512 tokens, over weights and optimizer | "
         f"{found['evaluation_gigabytes']:.2f} GB |\n"
         f"| 2 processes x 1 thread over 1 process x 2 threads | {found['two_processes_over_one']:.3f} "
-        f"({options.rounds} rounds: {found['lowest']:.3f} to {found['highest']:.3f}) |\n"
+        f"({options.rounds} rounds: {found['lowest']:.3f} to {found['highest']:.3f}) |\n{again('loop_cost', options)}"
     )
     write_atomic(options.out.with_name(f"{options.out.name}.md"), text)
     print(text)

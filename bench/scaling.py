@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import again
 from oelm.bench.contest import arithmetic, configure, contender
 from oelm.bench.measure import interleave
 from oelm.files import write_atomic
@@ -53,6 +54,7 @@ def main() -> None:
         f"# Time per token against arithmetic\n\nMedium-512 with one size changed, {TOKENS:,} tokens a step, "
         f"{torch.get_num_threads()} threads, medians of {options.repeats} interleaved repeats.\n\n"
         f"| size | MFLOP per token | µs per token | GFLOP/s |\n|---|---|---|---|\n{table}\n\n![time]({name}.svg)\n"
+        f"{again('scaling', options)}"
     )
     write_atomic(options.out.with_name(f"{name}.md"), text)
     print(text)

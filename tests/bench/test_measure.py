@@ -32,7 +32,7 @@ def test_launches_count_alike_however_fast_the_machine_is_in_each_and_the_bounds
     slow = fast * np.repeat([1.1, 1.2, 1.0], 100)
     apart = measure.ratio(slow, fast, launches=3)
     assert apart.value == pytest.approx((1.1 * 1.2 * 1.0) ** (1 / 3))
-    low, high = (1.1 * 1.0 * 1.0) ** (1 / 3), (1.1 * 1.2 * 1.2) ** (1 / 3)  # drawn by 4 of 27, the ends by 1 each
+    low, high = (1.1 * 1.0 * 1.0) ** (1 / 3), (1.1 * 1.2 * 1.2) ** (1 / 3)  # three draws in 27 each; one lies beyond
     assert (apart.low, apart.high) == pytest.approx((low, high))
     assert measure.ratio(slow[:15], fast[:15], launches=3).low is None  # too few of each for bounds
 
