@@ -69,6 +69,29 @@ def test_moments_that_are_there_before_the_first_step_are_those_that_adamw_makes
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
 
 
+def test_a_step_leaves_the_bits_that_torchs_adamw_leaves():
+    """In three steps, in the second of which what has a rate of its own rests."""
+    config = resolve({"preset": "tiny", "weight_decay": 0.3, "lr_scale": "tokens*=0.5"})
+    found = []
+    for ours in (True, False):
+        model = build_model(config)
+        optimizer = build_optimizer(model, config, torch.device("cpu"))
+        if not ours:
+            optimizer = torch.optim.AdamW(optimizer.param_groups, fused=True)
+        for turn in range(3):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (turn + 1) * group["factor"]
+            chance = torch.Generator().manual_seed(turn)
+            for name, parameter in model.named_parameters():
+                resting = turn == 1 and name == "tokens.weight"
+                parameter.grad = None if resting else torch.randn(parameter.shape, generator=chance)
+            optimizer.step()
+        found.append({**model.state_dict(), **optimizer_tensors(model, optimizer)})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert found[0]["tokens.weight/step"] == 2
+
+
 def test_matrices_decay_and_vectors_and_biases_do_not():
     config = resolve({"preset": "tiny", "weight_decay": 0.3, "relative_bias": True})
     model = build_model(config)

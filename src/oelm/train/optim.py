@@ -15,11 +15,40 @@ DECAY_SHARE = 0.2
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's own, without the wrappers that import its compiler: they took half of a short run's start."""
+    """torch's own, without the wrappers that import its compiler: they took half of a short run's start.
+
+    On a CPU the kernel is called at once: torch would sort all tensors by device and type before every step.
+    """
 
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    _sorted_step = inspect.unwrap(torch.optim.AdamW.step)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        if not self.defaults["fused"] or self.param_groups[0]["params"][0].device.type != "cpu":
+            self._sorted_step()
+            return
+        for group in self.param_groups:
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not moved:
+                continue
+            states = [self.state[parameter] or self.begin(parameter) for parameter in moved]
+            steps, averages, squares = ([state[key] for state in states] for key in ("step", "exp_avg", "exp_avg_sq"))
+            torch._foreach_add_(steps, 1)
+            beta1, beta2 = group["betas"]
+            torch._fused_adamw_(
+                moved, [parameter.grad for parameter in moved], averages, squares, [], steps, lr=group["lr"],
+                beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False,
+                maximize=False,
+            )  # fmt: skip
+
+    def begin(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Fresh moments."""
+        step = torch.zeros((), device=parameter.device if self.defaults["fused"] else "cpu")
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        self.state[parameter] = {"step": step, **moments}
+        return self.state[parameter]
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
@@ -60,14 +89,12 @@ def build_optimizer(model: nn.Module, config: RunConfig, device: torch.device, f
     )
 
 
-def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
+def allocate_moments(optimizer: AdamW) -> None:
     """Make AdamW's state, side by side. AdamW makes it behind the first backward pass, scattered over the memory that
     the activations have left, and those of the second step no longer fit in between."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            step = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": step, **moments}
+            optimizer.begin(parameter)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

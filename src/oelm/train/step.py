@@ -93,7 +93,7 @@ class Update:
     def _clip(self) -> float:
         """The gradient's norm. Where it is short enough nothing is touched: torch's own would multiply all by 1."""
         gradients = [parameter.grad for parameter in self.trainable if parameter.grad is not None]
-        norm, most = nn.utils.get_total_norm(gradients), self.config.grad_clip
+        norm, most = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))), self.config.grad_clip
         length = norm.item()
         if most and not length + CLIP_MARGIN <= most:
             nn.utils.clip_grads_with_norm_(self.trainable, most, norm)
