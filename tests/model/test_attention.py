@@ -31,8 +31,8 @@ def test_dropped_attention_is_the_textbook_formula_with_the_same_mask(monkeypatc
     found = BlockAttention.apply(*ours, 0.3)
     found.cos().sum().backward()
     keep = torch.zeros(6, 40, 40, dtype=torch.bool)
-    for (here, seen), mask in zip(attention._blocks(40, 0.3), masks, strict=True):
-        keep[:, here, seen] = mask
+    for (start, count, seen), mask in zip(attention._blocks(40, 0.3), masks, strict=True):
+        keep[:, start : start + count, :seen] = mask
     q, k, v = theirs
     scores = (q @ k.mT / math.sqrt(16)).masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -math.inf)
     expected = (scores.softmax(-1) * keep.view(2, 3, 40, 40) / 0.7) @ v

@@ -59,6 +59,7 @@ def test_result_and_gradients_are_those_of_the_formulas(arm, frozen, small, monk
     """Whatever is frozen, and whether tensors are small enough to be kept or not."""
     for module in (halves, by_hand):
         monkeypatch.setattr(module, "KEPT_FLOATS", small)
+    monkeypatch.setattr(by_hand, "_HELD", by_hand._Held())
     ours, x = block(model_type=arm), stream()
     assert ours.attention.plain
     for name, parameter in ours.named_parameters():

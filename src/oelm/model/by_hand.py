@@ -37,7 +37,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Held(threading.local):
     def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self.views: dict[tuple[Any, ...], Tensor] = {}
         """The beginnings of buffers in the shapes that were asked for."""
 
@@ -46,28 +46,30 @@ _HELD = _Held()
 
 
 def scratch(name: str, like: Tensor, *shape: int) -> Tensor:
-    """An uninitialised tensor of the type of `like`, to be used up before the next of this `name` is asked for.
+    """Uninitialised memory on the CPU of the type of `like`, to be used up before the next of this `name` is asked for.
 
     A small one is the same memory every time, which a cache still holds: what is allocated anew lies wherever there
     was room between the activations.
     """
-    if not is_real(like) or (count := prod(shape)) > KEPT_FLOATS:
+    view = _HELD.views.get((name, like.dtype, shape))
+    if view is not None and is_real(like):
+        return view
+    if not is_real(like) or prod(shape) > KEPT_FLOATS:
         return like.new_empty(shape)
-    buffer = name, like.dtype, like.device
-    view = _HELD.views.get((buffer, shape))
-    return _room(buffer, shape, count) if view is None else view
+    return _room(name, like.dtype, shape)
 
 
-def _room(buffer: tuple[str, torch.dtype, torch.device], shape: tuple[int, ...], count: int) -> Tensor:
+def _room(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     buffers, views = _HELD.buffers, _HELD.views
+    count = prod(shape)
     with torch.inference_mode(False):  # it serves training, too
-        too_small = buffer not in buffers or buffers[buffer].numel() < count
+        too_small = (name, dtype) not in buffers or buffers[name, dtype].numel() < count
         if too_small:
-            buffers[buffer] = torch.empty(count, dtype=buffer[1], device=buffer[2])
+            buffers[name, dtype] = torch.empty(count, dtype=dtype)
         if too_small or len(views) == MOST_VIEWS:
             views.clear()
-        views[buffer, shape] = buffers[buffer][:count].view(shape)
-    return views[buffer, shape]
+        views[name, dtype, shape] = buffers[name, dtype][:count].view(shape)
+    return views[name, dtype, shape]
 
 
 def is_real(tensor: Tensor) -> bool:

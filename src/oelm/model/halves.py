@@ -52,7 +52,7 @@ class _AttentionHalf(torch.autograd.Function):
         stage("attention q, k, v")
         ctx.shape, ctx.scale, ctx.p = (B, T, num_heads, D // num_heads), (D // num_heads) ** -0.5, p
         joint_ED = _joint(q_DD, k_DD, v_DD, ctx.scale)
-        made_NE = torch.mm(h_ND, joint_ED.t(), out=scratch("qkv", h_ND, B * T, len(joint_ED)))
+        made_NE = torch.mm(h_ND, joint_ED.t(), out=scratch("qkv", h_ND, B * T, joint_ED.shape[0]))
         *qk, v_NTK = _heads(made_NE, ctx.shape).clone(memory_format=torch.contiguous_format).flatten(1, 2).unbind()
         q_NTK, k_NTK = qk or 2 * [_heads(h_ND, ctx.shape)[0].flatten(0, 1)]
         stage("attention weights")
@@ -64,8 +64,8 @@ class _AttentionHalf(torch.autograd.Function):
         stage(None)
         _, _, _, *for_qkv, for_o, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(
-            x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND if any(for_qkv) else None, q_DD, k_DD, v_DD, o_DD,
-            q_NTK, k_NTK, v_NTK, y_ND if for_o else None, kept_ND, *weights,
+            x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND if any(for_qkv) else None, joint_ED, o_DD, q_NTK,
+            k_NTK, v_NTK, y_ND if for_o else None, kept_ND, *weights,
         )  # fmt: skip
         return out_ND.view(B, T, D)
 
@@ -73,7 +73,7 @@ class _AttentionHalf(torch.autograd.Function):
     @once
     def backward(ctx: Any, d_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
         (
-            x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND, q_DD, k_DD, v_DD, o_DD, q_NTK, k_NTK, v_NTK, y_ND,
+            x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND, joint_ED, o_DD, q_NTK, k_NTK, v_NTK, y_ND,
             kept_ND, *weights,
         ) = ctx.saved_tensors  # fmt: skip
         for_x, for_norm_weight, for_norm_bias, *for_qkv, for_o, _, _, _ = ctx.needs_input_grad
@@ -88,25 +88,27 @@ class _AttentionHalf(torch.autograd.Function):
         if for_h or any(for_qkv):
             d_y_ND = torch.mm(d_o_ND, o_DD, out=scratch("stream", x_ND, N, D))
             stage("attention weights")
-            d_made_NE = scratch("qkv", x_ND, N, 2 * D if q_DD is None else 3 * D)  # slices: queries' in the keys'
+            sliced = joint_ED.shape[0] == D  # the gradient of queries is in that of keys
+            d_made_NE = scratch("qkv", x_ND, N, 2 * D if sliced else 3 * D)
             d_heads = _heads(d_made_NE, ctx.shape)
             (d_y_BHTK,) = _heads(d_y_ND, ctx.shape)
-            attend_backward(d_y_BHTK, (q_NTK, k_NTK, v_NTK), weights, d_heads.unbind(), ctx.p, ctx.factor)
+            d_q_BHTK, d_kv_2BHTK = (None, d_heads) if sliced else (d_heads[0], d_heads[1:])
+            attend_backward(d_y_BHTK, (q_NTK, k_NTK, v_NTK), weights, d_q_BHTK, d_kv_2BHTK, ctx.p, ctx.factor)
             stage("attention q, k, v")
-            *d_q, d_k_ND, d_v_ND = d_made_NE.split(D, 1)
             if all(for_qkv):
-                d_qkv = list(torch.mm(d_made_NE.t(), h_ND).split(D))
+                d_qkv = list(torch.mm(d_made_NE.t(), h_ND).view(3, D, D).unbind())
             else:
-                parts = zip((*(d_q or [None]), d_k_ND, d_v_ND), for_qkv, strict=True)
+                parts = zip((*(None,) * sliced, *d_made_NE.split(D, 1)), for_qkv, strict=True)
                 d_qkv = [torch.mm(d_ND.t(), h_ND) if wanted else None for d_ND, wanted in parts]
             if d_qkv[0] is not None:
                 d_qkv[0].mul_(ctx.scale)
         if for_h:
             d_h_ND = scratch("stream", x_ND, N, D)
-            if q_DD is None:
-                torch.addmm(d_k_ND, d_v_ND, v_DD, beta=ctx.scale, out=d_h_ND)
+            if sliced:
+                d_k_ND, d_v_ND = d_made_NE.split(D, 1)
+                torch.addmm(d_k_ND, d_v_ND, joint_ED, beta=ctx.scale, out=d_h_ND)
             else:
-                torch.mm(d_made_NE, _joint(q_DD, k_DD, v_DD, ctx.scale), out=d_h_ND)
+                torch.mm(d_made_NE, joint_ED, out=d_h_ND)
             stage("norms")
             d_x_ND, d_norm_weight_D, d_norm_bias_D = norm_backward(
                 d_h_ND, x_ND, (D,), mean_N1, rstd_N1, norm_weight_D, norm_bias_D, ctx.needs_input_grad[:3]
@@ -126,8 +128,7 @@ def _joint(q_DD: Tensor | None, k_DD: Tensor | None, v_DD: Tensor, scale: float)
     """The matrices in one, the queries' with the scale of the logits."""
     if q_DD is None or k_DD is None:
         return v_DD
-    joint_ED = scratch("joint", q_DD, 3 * len(q_DD), len(q_DD))
-    return torch.cat((q_DD * scale, k_DD, v_DD), out=joint_ED)
+    return torch.cat((q_DD * scale, k_DD, v_DD))
 
 
 class _FeedForwardHalf(torch.autograd.Function):
