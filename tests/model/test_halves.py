@@ -167,7 +167,8 @@ def test_several_passes_under_way_at_once_do_not_share_what_they_keep(heads, len
             torch.testing.assert_close(found, right)
 
 
-def test_what_evaluation_leaves_behind_serves_training():
+def test_what_evaluation_leaves_behind_serves_training(monkeypatch):
+    monkeypatch.setattr(by_hand, "_HELD", by_hand._Held())
     ours, x = block(), stream(length=51)
     with torch.inference_mode():
         evaluated = ours(x.detach())

@@ -119,7 +119,8 @@ class BlockAttention(torch.autograd.Function):
 
 
 def _side_by_side(like_BHTK: Tensor, *several: int) -> Tensor:
-    """Room for a tensor like this one, in which the heads of a token are neighbours, as the next product wants them."""
+    """Room for a tensor like this one, or for `several`, in which the heads of a token are neighbours, as the next
+    product wants them."""
     B, H, T, K = like_BHTK.shape
     return like_BHTK.new_empty(*several, B, T, H, K).transpose(-2, -3)
 
@@ -156,14 +157,13 @@ def attend_backward(
 ) -> None:  # fmt: skip
     """Write the gradients of q, and of k and v; those of q and k still lack the scale of the logits.
 
-    Without room for that of q, it is added to that of k: they are the same. Products go into memory that is the same
-    in every layer and still in the cache: a step of pocket takes 0.975 of its time.
+    Where queries and keys are the same slices there is no room for that of q: it is added to that of k. Small products
+    go into memory that is the same in every layer and still in the cache: a step of pocket takes 0.975 of its time.
     """
     q_NTK, k_NTK, v_NTK = heads
     d_y_NTK = scratch("heads", q_NTK, *q_NTK.shape)
     d_y_NTK.view_as(d_y_BHTK).copy_(d_y_BHTK)
     d_kv_2NTK = scratch("keys", q_NTK, 2, *q_NTK.shape)
-    d_k_NTK, _ = d_kv_2NTK.unbind()
     blocks = _blocks(q_NTK.shape[1], p)
     if keeps := weights[len(blocks) :]:
         d_y_NTK.mul_(factor)
@@ -187,7 +187,7 @@ def attend_backward(
         if not last:
             d_kv_2NTK.narrow(2, 0, seen).add_(d_kv_2NSK)
         if d_q_BHTK is None:
-            _rows(d_k_NTK, start, count).add_(d_q_NQK)
+            _rows(d_kv_2NTK[0], start, count).add_(d_q_NQK)
         else:
             _write(d_q_NQK, d_q_BHTK, start)
     d_kv_2BHTK.copy_(d_kv_2NTK.view_as(d_kv_2BHTK))
@@ -213,4 +213,4 @@ def _blocks(length: int, dropout: float) -> list[tuple[int, int, int]]:
 def _hidden(queries: int, keys: int, dtype: torch.dtype) -> Tensor:
     """To be added to the logits of the last `queries` positions: nothing, or what hides a later key."""
     with torch.inference_mode(False):  # it serves training, too
-        return torch.full((queries, keys), -torch.inf, dtype=dtype).triu_(1 + keys - queries)
+        return torch.full((queries, keys), -torch.inf, dtype=dtype, device="cpu").triu_(1 + keys - queries)

@@ -51,12 +51,12 @@ def scratch(name: str, like: Tensor, *shape: int) -> Tensor:
     A small one is the same memory every time, which a cache still holds: what is allocated anew lies wherever there
     was room between the activations.
     """
-    view = _HELD.views.get((name, like.dtype, shape))
-    if view is not None and is_real(like):
-        return view
-    if not is_real(like) or prod(shape) > KEPT_FLOATS:
+    if not is_real(like):
         return like.new_empty(shape)
-    return _room(name, like.dtype, shape)
+    view = _HELD.views.get((name, like.dtype, shape))
+    if view is not None:
+        return view
+    return _room(name, like.dtype, shape) if prod(shape) <= KEPT_FLOATS else like.new_empty(shape)
 
 
 def _room(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -65,7 +65,7 @@ def _room(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     with torch.inference_mode(False):  # it serves training, too
         too_small = (name, dtype) not in buffers or buffers[name, dtype].numel() < count
         if too_small:
-            buffers[name, dtype] = torch.empty(count, dtype=dtype)
+            buffers[name, dtype] = torch.empty(count, dtype=dtype, device="cpu")
         if too_small or len(views) == MOST_VIEWS:
             views.clear()
         views[name, dtype, shape] = buffers[name, dtype][:count].view(shape)

@@ -15,7 +15,7 @@ def keep_mask(shape: tuple[int, ...], p: float) -> tuple[Tensor, float]:
     The probability is `p` rounded to a 65,536th; the factor is exact for the rounded one.
     """
     count, dropped = torch.Size(shape).numel(), min(round(p * LEVELS), LEVELS - 1)
-    words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device="cpu").random_(-(2**63), None)
     bits = words.view(torch.int16)[:count].view(shape)
     return bits >= dropped - LEVELS // 2, LEVELS / (LEVELS - dropped)
 

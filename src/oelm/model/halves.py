@@ -38,7 +38,10 @@ def feed_forward_half(x_BTD: Tensor, norm: nn.LayerNorm, up: nn.Linear, down: nn
 
 
 class _AttentionHalf(torch.autograd.Function):
-    """Without matrices for queries and keys, either are the heads' slices of the input."""
+    """Without matrices for queries and keys, either are the heads' slices of the input.
+
+    The matrices in one are kept for the backward pass: the 3 D x D floats of a layer are few beside its activations.
+    """
 
     @staticmethod
     def forward(
@@ -54,6 +57,7 @@ class _AttentionHalf(torch.autograd.Function):
         joint_ED = _joint(q_DD, k_DD, v_DD, ctx.scale)
         made_NE = torch.mm(h_ND, joint_ED.t(), out=scratch("qkv", h_ND, B * T, joint_ED.shape[0]))
         *qk, v_NTK = _heads(made_NE, ctx.shape).clone(memory_format=torch.contiguous_format).flatten(1, 2).unbind()
+        ctx.sliced = not qk
         q_NTK, k_NTK = qk or 2 * [_heads(h_ND, ctx.shape)[0].flatten(0, 1)]
         stage("attention weights")
         y_BTHK = x_BTD.new_empty(ctx.shape)
@@ -62,10 +66,10 @@ class _AttentionHalf(torch.autograd.Function):
         y_ND = y_BTHK.view(B * T, D)
         out_ND, kept_ND = _add(x_ND, y_ND, o_DD, None, p)
         stage(None)
-        _, _, _, *for_qkv, for_o, _, _, _ = ctx.needs_input_grad
+        *for_h, for_q, for_k, for_v, for_o, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(
-            x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND if any(for_qkv) else None, joint_ED, o_DD, q_NTK,
-            k_NTK, v_NTK, y_ND if for_o else None, kept_ND, *weights,
+            x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND if for_q or for_k or for_v else None,
+            joint_ED if any(for_h) else None, o_DD, q_NTK, k_NTK, v_NTK, y_ND if for_o else None, kept_ND, *weights,
         )  # fmt: skip
         return out_ND.view(B, T, D)
 
@@ -88,23 +92,23 @@ class _AttentionHalf(torch.autograd.Function):
         if for_h or any(for_qkv):
             d_y_ND = torch.mm(d_o_ND, o_DD, out=scratch("stream", x_ND, N, D))
             stage("attention weights")
-            sliced = joint_ED.shape[0] == D  # the gradient of queries is in that of keys
-            d_made_NE = scratch("qkv", x_ND, N, 2 * D if sliced else 3 * D)
+            d_made_NE = scratch("qkv", x_ND, N, 2 * D if ctx.sliced else 3 * D)
             d_heads = _heads(d_made_NE, ctx.shape)
             (d_y_BHTK,) = _heads(d_y_ND, ctx.shape)
-            d_q_BHTK, d_kv_2BHTK = (None, d_heads) if sliced else (d_heads[0], d_heads[1:])
+            d_q_BHTK, d_kv_2BHTK = (None, d_heads) if ctx.sliced else (d_heads[0], d_heads[1:])
             attend_backward(d_y_BHTK, (q_NTK, k_NTK, v_NTK), weights, d_q_BHTK, d_kv_2BHTK, ctx.p, ctx.factor)
             stage("attention q, k, v")
             if all(for_qkv):
                 d_qkv = list(torch.mm(d_made_NE.t(), h_ND).view(3, D, D).unbind())
             else:
-                parts = zip((*(None,) * sliced, *d_made_NE.split(D, 1)), for_qkv, strict=True)
+                made = (None, *d_made_NE.split(D, 1)) if ctx.sliced else d_made_NE.split(D, 1)
+                parts = zip(made, for_qkv, strict=True)
                 d_qkv = [torch.mm(d_ND.t(), h_ND) if wanted else None for d_ND, wanted in parts]
             if d_qkv[0] is not None:
                 d_qkv[0].mul_(ctx.scale)
         if for_h:
             d_h_ND = scratch("stream", x_ND, N, D)
-            if sliced:
+            if ctx.sliced:
                 d_k_ND, d_v_ND = d_made_NE.split(D, 1)
                 torch.addmm(d_k_ND, d_v_ND, joint_ED, beta=ctx.scale, out=d_h_ND)
             else:

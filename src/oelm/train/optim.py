@@ -17,23 +17,24 @@ DECAY_SHARE = 0.2
 class AdamW(torch.optim.AdamW):
     """torch's own, without the wrappers that import its compiler: they took half of a short run's start.
 
-    On a CPU the kernel is called at once: torch would sort all tensors by device and type before every step.
+    On a CPU the kernel is called at once, with what `build_optimizer` sets and nothing else: torch would sort all
+    tensors by device and type before every step.
     """
 
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
-    _sorted_step = inspect.unwrap(torch.optim.AdamW.step)
+    _torchs_step = inspect.unwrap(torch.optim.AdamW.step)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         if not self.defaults["fused"] or self.param_groups[0]["params"][0].device.type != "cpu":
-            self._sorted_step()
+            self._torchs_step()
             return
         for group in self.param_groups:
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not moved:
                 continue
-            states = [self.state[parameter] or self.begin(parameter) for parameter in moved]
+            states = [self.state[parameter] or self.fresh_state(parameter) for parameter in moved]
             steps, averages, squares = ([state[key] for state in states] for key in ("step", "exp_avg", "exp_avg_sq"))
             torch._foreach_add_(steps, 1)
             beta1, beta2 = group["betas"]
@@ -43,8 +44,8 @@ class AdamW(torch.optim.AdamW):
                 maximize=False,
             )  # fmt: skip
 
-    def begin(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Fresh moments."""
+    def fresh_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Put moments of a parameter that has not moved yet in the place of its own."""
         step = torch.zeros((), device=parameter.device if self.defaults["fused"] else "cpu")
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         self.state[parameter] = {"step": step, **moments}
@@ -94,7 +95,7 @@ def allocate_moments(optimizer: AdamW) -> None:
     the activations have left, and those of the second step no longer fit in between."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.begin(parameter)
+            optimizer.fresh_state(parameter)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
