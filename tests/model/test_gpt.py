@@ -116,3 +116,11 @@ def test_shared_frames_are_one_pair_of_matrices_in_every_layer():
 def test_sliced_frames_have_no_query_or_key_parameters():
     names = [name for name, _ in gpt(model_type="oelm_sliced").named_parameters()]
     assert not [name for name in names if "attention.q" in name or "attention.k" in name]
+
+
+@pytest.mark.parametrize("arm", ["baseline", "oelm_sliced", "oelm_v3"])
+@pytest.mark.parametrize("shape", [(0, 24), (2, 0)])
+def test_no_tokens_make_no_logits_and_no_error(arm, shape):
+    nothing = torch.zeros(shape, dtype=torch.long)
+    assert gpt(model_type=arm)(nothing).shape == (*shape, 101)
+    assert gpt(model_type=arm)(nothing, nothing).isnan()

@@ -122,6 +122,47 @@ def test_a_module_put_in_the_place_of_a_matrix_is_called(name):
     assert not torch.allclose(ours(x), before)
 
 
+NAMES = [name for name, module in block().named_modules() if name]
+
+
+@pytest.mark.parametrize("hang", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hook_on_any_module_within_is_called_and_changes_nothing(name, hang):
+    """For whoever looks at queries, or at what a layer makes."""
+    ours, x = block(), stream()
+    before, called = ours(x), []
+    getattr(ours.get_submodule(name), hang)(lambda *given: called.append(name))
+    after = ours(x)
+    torch.testing.assert_close(after, before)
+    after.sum().backward()
+    assert called
+
+
+@pytest.mark.parametrize("silent", ["attention.o", "ffn.down"])
+def test_dropout_is_that_of_its_own_module(silent):
+    """Switched on alone, as for several opinions of a trained model, it is on in the other half, too; attention keeps
+    all its weights."""
+    ours, x = block(dropout=0.5).eval(), stream()
+    for parameter in ours.get_submodule(silent).parameters():
+        torch.nn.init.zeros_(parameter)
+    assert torch.equal(ours(x), ours(x))
+    ours.dropout.train()
+    assert not torch.equal(ours(x), ours(x))
+    ours.dropout.p = 0.0
+    torch.testing.assert_close(ours(x), written_out(ours, x))
+
+
+def test_under_autocast_matrix_products_are_in_its_precision():
+    ours, x = block().float(), stream().detach().float()
+    found = []
+    ours.ffn.down.register_forward_hook(lambda module, given, result: found.append(result.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = ours(x)
+    assert found == [torch.bfloat16]
+    torch.testing.assert_close(rounded, ours(x), rtol=0.1, atol=0.5)
+    assert not torch.equal(rounded, ours(x))
+
+
 @pytest.mark.parametrize("arm", ["baseline", "oelm_sliced"])
 def test_second_derivatives_are_refused(arm):
     """Left to torch they would lack the share of these operations, and nobody would know."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from oelm import policy
@@ -99,7 +100,10 @@ def _hushed() -> Iterator[None]:
 
 
 def _name_parts(model: nn.Module, ranges: ExitStack) -> None:
-    """Put a range around every module's forward pass and every stage of a block's halves, until `ranges` closes."""
+    """Put a range around every module's forward pass and every stage of a block's halves, until `ranges` closes.
+
+    The hooks are on all modules there are, and on none of these: with hooks of their own, halves would be taken apart.
+    """
     current = ExitStack()
 
     def stage(name: str | None) -> None:
@@ -109,21 +113,22 @@ def _name_parts(model: nn.Module, ranges: ExitStack) -> None:
 
     ranges.callback(setattr, halves, "stage", halves.stage)
     halves.stage = stage
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Identity):
-            continue
-        label = RANGE + part_of(name)
-        stack: list[Any] = []
+    labels = {
+        module: RANGE + part_of(name) for name, module in model.named_modules() if not isinstance(module, nn.Identity)
+    }
+    stack: list[Any] = []
 
-        def enter(module: nn.Module, inputs: Any, label: str = label, stack: list[Any] = stack) -> None:
-            stack.append(record_function(label))
+    def enter(module: nn.Module, inputs: Any) -> None:
+        if module in labels:
+            stack.append(record_function(labels[module]))
             stack[-1].__enter__()
 
-        def leave(module: nn.Module, inputs: Any, output: Any, stack: list[Any] = stack) -> None:
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        if module in labels:
             stack.pop().__exit__(None, None, None)
 
-        ranges.callback(module.register_forward_pre_hook(enter).remove)
-        ranges.callback(module.register_forward_hook(leave).remove)
+    ranges.callback(register_module_forward_pre_hook(enter).remove)
+    ranges.callback(register_module_forward_hook(leave).remove)
 
 
 def part_of(module: str) -> str:

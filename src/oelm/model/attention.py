@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.config import RunConfig
-from oelm.model.by_hand import by_hand, is_real, once, scratch
+from oelm.model.by_hand import by_hand, is_real, once, scratch, untouched
 from oelm.model.dropout import keep_mask
 from oelm.model.extras import Mixing, Projection
 
@@ -45,9 +45,10 @@ class Attention(nn.Module):
     @property
     def plain(self) -> bool:
         """Queries and keys are products with matrices, or the same slices, and nothing else; nor has anybody put a
-        module of their own in the place of one."""
-        frames = (type(self.q), type(self.k)) in ((Projection, Projection), (nn.Identity, SlicedKey))
-        return self._plain and frames and type(self.v) is type(self.o) is nn.Linear
+        module of their own in the place of one, or a hook on it."""
+        q, k, v, o = self.q, self.k, self.v, self.o
+        frames = (type(q), type(k)) in ((Projection, Projection), (nn.Identity, SlicedKey))
+        return self._plain and frames and type(v) is type(o) is nn.Linear and untouched(self, q, k, v, o)
 
     def in_blocks(self, x_BTD: Tensor) -> bool:
         """Block attention is the faster one for these tokens."""

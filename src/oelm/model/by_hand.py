@@ -16,8 +16,17 @@ MOST_VIEWS = 512
 
 
 def by_hand(x: Tensor) -> bool:
-    """Whether `x` is for such an operation: on a CPU. Everywhere else, and for the compiler, torch's own are better."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether `x` is for such an operation: on a CPU, in the precision it has. Everywhere else, under autocast and for
+    the compiler, torch's own are better."""
+    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
+
+
+def untouched(*modules: nn.Module) -> bool:
+    """Nobody waits for one of these to be called: no hook hangs on any."""
+    return not any(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        for module in modules
+    )
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:

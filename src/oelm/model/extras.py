@@ -67,7 +67,7 @@ class Mixing(nn.Module):
             k_BHTK = sum((x * self.conv[:, lag] for lag, x in enumerate(earlier, 1)), start=k_BHTK * self.conv[:, 0])
         if "core" in self.names:
             q_HNK = torch.bmm(q_BHTK.transpose(0, 1).flatten(1, 2), self.core)  # all tokens of a head at once
-            q_BHTK = q_HNK.unflatten(1, (-1, q_BHTK.shape[-2])).transpose(0, 1)
+            q_BHTK = q_HNK.unflatten(1, q_BHTK.shape[::2]).transpose(0, 1)
         if "gain" in self.names:
             q_BHTK = q_BHTK * self.gain
         if self.normed:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from oelm.config import RunConfig
 from oelm.model import extras
 from oelm.model.attention import Attention
-from oelm.model.by_hand import by_hand
+from oelm.model.by_hand import by_hand, untouched
 from oelm.model.dropout import Dropout
 from oelm.model.frames import INIT_STD, draw_frame, gaussian
 from oelm.model.halves import attention_half, feed_forward_half
@@ -35,8 +35,9 @@ class FeedForward(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Nobody has put a module of their own in the place of a matrix."""
-        return type(self.up) is type(self.down) is nn.Linear
+        """Nobody has put a module of their own in the place of a matrix, or a hook on it."""
+        up, down = self.up, self.down
+        return type(up) is type(down) is nn.Linear and untouched(self, up, down)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_BTD)))
@@ -52,14 +53,16 @@ class Block(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        p = self.dropout.p if self.training else 0.0
-        if self.attention.plain and self.attention.in_blocks(x_BTD):
-            h_BTD = attention_half(x_BTD, self.attention_norm, self.attention, p)
+        attention, ffn, dropout = self.attention, self.ffn, self.dropout
+        p = dropout.p if dropout.training else 0.0
+        one_p = dropout.training == attention.training
+        if one_p and attention.plain and attention.in_blocks(x_BTD) and untouched(self.attention_norm, dropout):
+            h_BTD = attention_half(x_BTD, self.attention_norm, attention, p)
         else:
-            h_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
-        if self.ffn.plain and by_hand(x_BTD):
-            return feed_forward_half(h_BTD, self.ffn_norm, self.ffn.up, self.ffn.down, p)
-        return h_BTD + self.dropout(self.ffn(self.ffn_norm(h_BTD)))
+            h_BTD = x_BTD + dropout(attention(self.attention_norm(x_BTD)))
+        if ffn.plain and by_hand(x_BTD) and untouched(self.ffn_norm, dropout):
+            return feed_forward_half(h_BTD, self.ffn_norm, ffn.up, ffn.down, p)
+        return h_BTD + dropout(ffn(self.ffn_norm(h_BTD)))
 
 
 class GPT(nn.Module):

@@ -6,7 +6,7 @@
 A small model's step is made of many small operations. Here queries, keys and values are one product, the logits' scale
 is in its matrix, a residual is where the last product adds its result, and gradients that nobody else reads are
 made in place and in memory that the cache still holds. A step of pocket takes about 0.95 of its time. The modules
-within are not called, nor are their hooks.
+within are not called: where a hook or another module waits for that, the half is taken apart again.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class _AttentionHalf(torch.autograd.Function):
 def _heads(x_NE: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """What lies side by side in `x_NE`, one behind the other, split into heads: (E // D, B, H, T, K), no copy."""
     B, T, H, K = shape
-    return x_NE.view(B, T, -1, H, K).permute(2, 0, 3, 1, 4)
+    return x_NE.view(B, T, x_NE.shape[1] // (H * K), H, K).permute(2, 0, 3, 1, 4)
 
 
 def _joint(q_DD: Tensor | None, k_DD: Tensor | None, v_DD: Tensor, scale: float) -> Tensor:

@@ -5,7 +5,8 @@ tokens at a time, in one buffer that becomes exp(logits) and then the softmax gr
 While they are there, everything is taken from them: the losses and both gradients. Rows stay
 unnormalised; the factor 1 / sum is applied to the narrow side of each product instead. On a GPU, and under
 torch.compile, torch's own operations take a few thousand tokens at a time, in mixed precision where it is on,
-and make the logits again for the backward pass when there are more.
+and make the logits again for the backward pass when there are more. (F.linear_cross_entropy, as of torch 2.13, has its
+loss in the precision of its inputs, three digits of it in bfloat16, and float16 gradients before they are scaled up.)
 """
 
 from typing import Any
@@ -84,7 +85,7 @@ def _losses(
     """The loss of each token; the gradients of their mean are written where there is room for them."""
     (tokens, _), words = hidden_ND.shape, weight_VD.shape[0]
     width = -(-words // ROW_MULTIPLE) * ROW_MULTIPLE
-    chunk = min(tokens, max(1, CHUNK_FLOATS // width))
+    chunk = max(1, min(tokens, CHUNK_FLOATS // width))
     buffer_CV = hidden_ND.new_empty(chunk, width)[:, :words]
     losses_N = hidden_ND.new_empty(tokens)
     for start in range(0, tokens, chunk):
