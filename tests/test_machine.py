@@ -76,3 +76,13 @@ def test_more_threads_than_cores_are_not_taken(monkeypatch: pytest.MonkeyPatch) 
     for said, asked in (("1", 1), ("999999", machine.cores()), ("", 0), ("4,2", 0)):
         monkeypatch.setenv("OMP_NUM_THREADS", said)
         assert machine.threads_asked() == asked
+
+
+@pytest.mark.parametrize(("set_by_user", "expected"), [("", "{}/oelm/compiled"), ("/own/place", "/own/place")])
+def test_compiled_code_is_kept_in_the_users_cache_unless_they_say_where(monkeypatch, tmp_path, set_by_user, expected):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", set_by_user)
+    if not set_by_user:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    machine.keep_compiled()
+    assert machine.os.environ["TORCHINDUCTOR_CACHE_DIR"] == expected.format(tmp_path)

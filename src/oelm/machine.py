@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -84,6 +85,12 @@ def collect_seldom() -> None:
     A step makes thousands of objects and leaves none of them behind. One of pocket takes 0.99 of its time.
     """
     gc.set_threshold(70_000)
+
+
+def keep_compiled() -> None:
+    """Have torch.compile keep its code where the next run finds it: torch's own place is the temporary folder."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "oelm" / "compiled"))
 
 
 def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:

@@ -73,6 +73,8 @@ def test_every_launch_has_processes_of_its_own(small, oelm, monkeypatch):
         (("baseline", "nanogpt"), "--nanogpt DIR"),
         (("baseline", "nanogpt", "--nanogpt", "nowhere"), "model.py is not there"),
         (("baseline", "published", "--shape", "bert-base"), "only arms"),
+        (("baseline", "published+compil"), "did you mean published"),
+        (("baseline", "baseline+compile", "--shape", "bert-base"), "leave +compile out"),
         (("--dropout", "1.5"), "dropout"),
         (("--out", "/proc/nowhere/bench"), "cannot write to /proc/nowhere"),
         (("--out", "."), "no name for a file"),
@@ -110,6 +112,28 @@ def test_a_step_of_every_contender_ends_in_an_update(small):
         step()
         now = {id(p): p for m in made for p in m._parameters.values() if p is not None}
         assert any(not torch.equal(now[key], value) for key, value in before.items()), name
+
+
+@pytest.mark.parametrize("name", ["oelm_v2+compile", "published+compile"])
+def test_a_compiled_contender_is_the_same_model_through_the_compiler(small, oelm, monkeypatch, name):
+    """The compiler is put aside for what it was given; contenders stay in this process."""
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: given.append(type(model).__name__) or model)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: given.append(type(model).__name__))
+    step = contender(name, configure("pocket", {"compile": True}, name.split("+")[0].replace("published", "baseline")))
+    step()
+    assert given == ["GPT" if name.startswith("oelm") else "PublishedGPT"]
+    result = oelm("bench", "--help")
+    assert "+compile" in result.out
+
+
+def test_what_the_compiler_cannot_do_is_said_in_one_line(small, oelm, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    result = oelm("bench", "baseline+compile", "--repeats", 1)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "No working C++ compiler" in result.err
+    assert "leave +compile out" in result.err
 
 
 def test_profile_finds_every_part_and_accounts_for_the_backward_pass(oelm, tmp_path):

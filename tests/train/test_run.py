@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from oelm.errors import RunFailed
 from oelm.train import metrics
 from oelm.train.folder import RunFolder
+from oelm.train.run import _named_failures
 from tests.conftest import make_data
 from tests.programmes.kill_resume import fingerprint
 from tests.train.small_runs import SMALL, command, stop_after, summary, weights
@@ -27,6 +29,13 @@ def test_a_run_does_not_wait_for_the_compiler_to_be_imported(data, tmp_path):
     )
     words = command(data, tmp_path / "run", *SMALL, launcher=(sys.executable, "-c", program))
     assert subprocess.check_output(words, text=True).endswith("imported ['torch']\n")
+
+
+def test_what_the_compiler_cannot_do_ends_a_run_with_a_way_on():
+    error = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})("No compiler\nmore of it")
+    way_on = r"torch\.compile: No compiler; go on with --resume and --no_compile"
+    with pytest.raises(RunFailed, match=way_on), _named_failures(1):
+        raise error
 
 
 def test_the_start_says_what_is_to_come(tiny, tmp_path):

@@ -39,6 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 """bert-base: its blocks and width on 8 x 128 tokens, without an output head (the loss is taken of the last layer).
 encoder: the one that --arch names, with a classifier."""
 HEADLESS = frozenset({"bert-base"})
+COMPILED = "+compile"
+"""Behind a name: the same, compiled."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class Contest:
 def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Path | None = None) -> Callable[[], None]:
     """A whole training step of an arm or a peer, on the same random tokens for all."""
     batch, loss = example(config)
-    if name in PEERS:
-        step = peer(name, config, nanogpt)
+    if name.removesuffix(COMPILED) in PEERS:
+        step = peer(name.removesuffix(COMPILED), config, nanogpt)
         return lambda: step(*batch)
     tune()
     loss = _headless_loss if headless else loss
@@ -136,16 +138,22 @@ def contest(
 
     Every one of the `launches` has processes of its own, and takes `repeats` steps of each.
     """
+    configs = {}
     for name in names:
-        if name not in ARMS and name not in PEERS:
-            raise UserError(f"unknown arm or peer {name}: {nearest(name, [*ARMS, *PEERS])}")
-        if name in PEERS:
+        plain, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
+        if plain not in ARMS and plain not in PEERS:
+            raise UserError(f"unknown arm or peer {plain}: {nearest(plain, [*ARMS, *PEERS])}")
+        if plain in PEERS:
             if shape in HEADLESS or shape == "encoder":
                 raise UserError(f"peers are language models: on {shape} only arms can be timed")
-            check_peer(name, nanogpt)
-    configs = {name: configure(shape, settings, name if name in ARMS else "baseline") for name in names}
+            check_peer(plain, nanogpt)
+        if compiled and shape in HEADLESS:
+            raise UserError(f"{shape} is timed without its head, and whole models are compiled: leave {COMPILED} out")
+        arm = plain if plain in ARMS else "baseline"
+        configs[name] = configure(shape, {**settings, "compile": compiled}, arm)
+    arms = [name for name in names if name.removesuffix(COMPILED) in ARMS]
     products = measure.gemm()
-    settle = any(name in PEERS for name in names)  # peers give their memory back while they wait; arms keep it
+    settle = len(arms) < len(names)  # peers give their memory back while they wait; arms keep it
     found: list[dict[str, np.ndarray]] = []
     peaks = dict.fromkeys(names, 0)
     for _ in range(launches):
@@ -169,7 +177,7 @@ def contest(
             tokens_per_second=config.tokens_per_step / median,
             of_peak=arithmetic(own, shape, causal=True) / median / peak,
             speedup=measure.ratio(seconds[names[0]], seconds[name], launches),
-            bound=full / arithmetic(own, shape, causal=False) if name in ARMS else None,
+            bound=full / arithmetic(own, shape, causal=False) if name in arms else None,
             memory=peaks[name],
             repeats=list(seconds[name]),
         )
@@ -182,7 +190,7 @@ def contest(
     )
 
 
-HEADINGS = ["model", "ms", "tokens/s", "of peak", "speed-up", "theory", "memory"]
+HEADINGS = ["model", "ms", "tokens/s", "of peak", "speed-up", "theory", "MiB"]
 
 
 def columns(found: Contest) -> tuple[list[str], list[list[str]]]:
@@ -195,7 +203,7 @@ def columns(found: Contest) -> tuple[list[str], list[list[str]]]:
             f"{entry.of_peak:.1%}",
             str(entry.speedup) if index else "1.000",
             f"{entry.bound:.3f}" if entry.bound is not None else "",
-            f"{entry.memory / 2**20:,.0f} MiB",
+            f"{entry.memory / 2**20:,.0f}",
         ]
         for index, entry in enumerate(found.entries)
     ]

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import torch
 
+from oelm.errors import UserError, of_compiler
 from oelm.train.clock import peak_memory
 
 WARMUP = 2
@@ -159,7 +160,8 @@ def _serve(pipe: Connection, threads: int, make: Callable[..., Callable[[], obje
                 word = pipe.recv()
                 pipe.send(stopwatch(step) if word == "turn" else peak_memory(torch.device("cpu")) - before)
         except Exception as error:
-            pipe.send(error)
+            reason = of_compiler(error)
+            pipe.send(UserError(f"{reason}; leave +compile out") if reason else error)
 
 
 def _forget_peak() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from oelm.config import RunConfig
 from oelm.errors import UserError
+from oelm.machine import keep_compiled
 
 Step = Callable[[Tensor, Tensor], None]
 """One whole training step on tokens and their targets."""
@@ -59,6 +60,9 @@ def _step(
         optimizer.zero_grad(set_to_none=True)
 
     model.train()
+    if config.compile:
+        keep_compiled()
+        model.compile()
     return step
 
 

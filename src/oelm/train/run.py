@@ -16,7 +16,7 @@ from oelm.data.fit import open_fitting, with_prepared
 from oelm.data.labelled import LabelledData
 from oelm.data.tokenizer import TOKENIZER_FILE
 from oelm.data.tokens import TokenData
-from oelm.errors import RunFailed, Stopped, UserError
+from oelm.errors import RunFailed, Stopped, UserError, of_compiler
 from oelm.files import disk_errors, write_json
 from oelm.machine import describe, leave_with_parent, now, place_in_world
 from oelm.train.folder import RunFolder, claim
@@ -177,6 +177,8 @@ def _opening(config: RunConfig, epochs: float, device: str) -> list[str]:
             f"WARNING: the warm-up ({config.warmup_steps:,} steps) is longer than the run "
             f"({config.max_steps:,}): the learning rate never reaches {config.max_lr:g}"
         )
+    if config.compile and device == "cpu":
+        lines.append("compiled steps were the slower ones on CPUs that were measured (see oelm bench ARM ARM+compile)")
     if config.use_amp and device != "cuda":
         lines.append(f"mixed precision is for CUDA GPUs: computing in float32 on {device}")
     return lines
@@ -201,7 +203,7 @@ def _closing(summary: dict[str, Any]) -> str:
 
 @contextmanager
 def _named_failures(processes: int) -> Iterator[None]:
-    """Lack of memory and the death of another process are failures with a name and a remedy."""
+    """Lack of memory, a compiler that cannot and the death of another process have a name and a remedy."""
     import torch
 
     try:
@@ -211,6 +213,8 @@ def _named_failures(processes: int) -> Iterator[None]:
     except RuntimeError as error:
         if "can't allocate memory" in str(error):
             raise RunFailed("out of memory: lower --micro_batch (the step stays the same)", retry="smaller") from error
+        if reason := of_compiler(error):
+            raise RunFailed(f"{reason}; go on with --resume and --no_compile") from error
         if processes > 1 and re.search(r"gloo|nccl|connection|peer|collective", str(error), re.IGNORECASE):
             raise RunFailed("another process of the run died; resume with --resume", retry="same") from error
         raise

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from oelm.config import RunConfig
+from oelm.machine import keep_compiled
 from oelm.model import freeze
 from oelm.train.distributed import World
 from oelm.train.optim import allocate_moments, build_optimizer
@@ -28,6 +29,8 @@ class Update:
         self.stored_once = self.policy.always(self._names)
         """Frozen for the whole run."""
         self.autocast, self.scaler = _precision(config, world.device)
+        if config.compile:
+            keep_compiled()
         self._compiled = cast(nn.Module, torch.compile(model)) if config.compile else model
         self.optimizer = build_optimizer(model, config, world.device, self.out(0))
         self._train(self.policy.frozen(self._names, 0))
