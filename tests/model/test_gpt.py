@@ -124,3 +124,15 @@ def test_no_tokens_make_no_logits_and_no_error(arm, shape):
     nothing = torch.zeros(shape, dtype=torch.long)
     assert gpt(model_type=arm)(nothing).shape == (*shape, 101)
     assert gpt(model_type=arm)(nothing, nothing).isnan()
+
+
+def test_an_embedding_of_another_kind_is_called_as_any_other():
+    ours, ids = gpt(), tokens()
+    before = ours(ids, ids)
+    plain = torch.nn.Embedding(101, 48)
+    plain.weight = ours.tokens.weight
+    ours.tokens = plain
+    torch.testing.assert_close(ours(ids, ids), before)
+    torch.nn.utils.parametrize.register_parametrization(ours.tokens, "weight", torch.nn.Tanh())
+    ours(ids, ids).backward()
+    assert ours.tokens.parametrizations.weight.original.grad.abs().sum() > 0

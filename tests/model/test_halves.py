@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from oelm.config import resolve
 from oelm.model import by_hand, halves
+from oelm.model.dropout import keep_mask
 from oelm.model.gpt import Block
 
 SHAPE = dict(preset="tiny", d_model=48, num_heads=3, d_ff=80, seq_len=70, vocab_size=101)
@@ -136,6 +137,61 @@ def test_a_hook_on_any_module_within_is_called_and_changes_nothing(name, hang):
     torch.testing.assert_close(after, before)
     after.sum().backward()
     assert called
+
+
+class Doubled(torch.nn.LayerNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def another_forward(module):
+    inner = module.forward
+    module.forward = lambda *given: 2 * inner(*given)
+
+
+CHANGES = {
+    "v with a bias": lambda b: setattr(b.attention, "v", torch.nn.Linear(48, 48).double()),
+    "o with a bias": lambda b: setattr(b.attention, "o", torch.nn.Linear(48, 48).double()),
+    "q with a bias": lambda b: setattr(b.attention.q, "bias", torch.nn.Parameter(torch.randn(48).double())),
+    "a gain": lambda b: setattr(b.attention, "mixing", block(qk_gain=True).attention.mixing),
+    "another norm": lambda b: setattr(b, "attention_norm", Doubled(48).double()),
+    "no norm": lambda b: setattr(b, "ffn_norm", torch.nn.Identity()),
+    "rms norm": lambda b: setattr(b, "attention_norm", torch.nn.RMSNorm(48).double()),
+    "up without bias": lambda b: setattr(b.ffn, "up", torch.nn.Linear(48, 80, bias=False).double()),
+    "another ffn": lambda b: setattr(b, "ffn", torch.nn.Sequential(torch.nn.Linear(48, 48).double(), torch.nn.ReLU())),
+    "no attention": lambda b: setattr(b, "attention", torch.nn.Identity()),
+    "no dropout": lambda b: setattr(b, "dropout", torch.nn.Identity()),
+    **{f"forward of {name}": lambda b, name=name: another_forward(b.get_submodule(name)) for name in NAMES},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_was_put_into_a_block_does_what_it_does_alone(change):
+    ours, x = block(), stream()
+    CHANGES[change](ours)
+    h = x + ours.dropout(ours.attention(ours.attention_norm(x)))
+    torch.testing.assert_close(ours(x), h + ours.dropout(ours.ffn(ours.ffn_norm(h))))
+
+
+@pytest.mark.parametrize(("on_weights", "on_results"), [(0.5, 0.0), (0.0, 0.5)])
+def test_dropout_on_weights_and_on_results_may_differ(monkeypatch, on_weights, on_results):
+    drawn = []
+    monkeypatch.setattr("oelm.model.attention.keep_mask", lambda shape, p: drawn.append(p) or keep_mask(shape, p))
+    ours, x = block(dropout=0.3), stream()
+    ours.attention.dropout, ours.dropout.p = on_weights, on_results
+    torch.nn.init.zeros_(ours.ffn.down.weight)
+    assert not torch.equal(ours(x), ours(x))
+    assert set(drawn) == ({on_weights} if on_weights else set())
+
+
+def test_a_matrix_that_has_changed_since_the_forward_pass_is_refused():
+    for role in "qkvo":
+        ours, x = block(), stream()
+        out = ours(x)
+        with torch.no_grad():
+            getattr(ours.attention, role).weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 @pytest.mark.parametrize("silent", ["attention.o", "ffn.down"])

@@ -124,3 +124,14 @@ def test_a_second_backward_pass_is_refused_with_a_reason():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward pass"):
         loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_has_gradients_and_a_loss_in_float32(dtype):
+    """The sum of a row's exponentials times the tokens is more than float16 holds."""
+    given = problem(tokens=512, words=1024, scale=0.1)
+    value, _, d_weight = solve(linear_cross_entropy, *given, dtype=dtype)
+    exact, _, d_exact = solve(plainly, *given, dtype=torch.float64)
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(exact.item(), abs=2e-3)
+    assert (d_weight.double() - d_exact).norm() < 0.05 * d_exact.norm()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.config import RunConfig
-from oelm.model.by_hand import by_hand, is_real, once, scratch, untouched
+from oelm.model.by_hand import as_made, by_hand, is_real, once, scratch
 from oelm.model.dropout import keep_mask
 from oelm.model.extras import Mixing, Projection
 
@@ -39,33 +39,38 @@ class Attention(nn.Module):
         self.mixing = Mixing(config) if config.extras.keys() - {"lora", "qk_bias", "relative_bias"} else None
         shape = (config.num_heads, config.seq_len) if config.relative_bias else (0,)
         self.relative_bias = nn.Parameter(torch.empty(shape)) if config.relative_bias else None
-        plain = config.sliced_keys == "tied" if sliced else not (config.lora or config.qk_bias)
-        self._plain = plain and self.mixing is None and self.relative_bias is None
 
     @property
     def plain(self) -> bool:
-        """Queries and keys are products with matrices, or the same slices, and nothing else; nor has anybody put a
-        module of their own in the place of one, or a hook on it."""
-        q, k, v, o = self.q, self.k, self.v, self.o
-        frames = (type(q), type(k)) in ((Projection, Projection), (nn.Identity, SlicedKey))
-        return self._plain and frames and type(v) is type(o) is nn.Linear and untouched(self, q, k, v, o)
+        """Queries and keys are products with matrices, or the same slices, and nothing else."""
+        if not as_made(self, Attention) or self.mixing is not None or self.relative_bias is not None:
+            return False
+        q, k = self.q, self.k
+        sliced = as_made(q, nn.Identity) and as_made(k, SlicedKey) and k.kind == "tied"
+        if not (sliced or all(as_made(frame, Projection) and frame.is_matrix for frame in (q, k))):
+            return False
+        return all(as_made(matrix, nn.Linear) and matrix.bias is None for matrix in (self.v, self.o))
+
+    @property
+    def p(self) -> float:
+        """Of the dropout on its weights, as it is now."""
+        return self.dropout if self.training else 0.0
 
     def in_blocks(self, x_BTD: Tensor) -> bool:
         """Block attention is the faster one for these tokens."""
-        return by_hand(x_BTD) and (x_BTD.shape[1] <= BLOCKS_PAY or bool(self.dropout and self.training))
+        return by_hand(x_BTD) and (x_BTD.shape[1] <= BLOCKS_PAY or bool(self.p))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTK, k_BHTK, v_BHTK = (self._heads(project(x_BTD)) for project in (self.q, self.k, self.v))
         if self.mixing is not None:
             q_BHTK, k_BHTK = self.mixing(q_BHTK, k_BHTK)
-        dropout = self.dropout if self.training else 0.0
         if self.relative_bias is not None:
             bias_HTT = _by_distance(self.relative_bias, x_BTD.shape[1])
-            y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, attn_mask=bias_HTT, dropout_p=dropout)
+            y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, attn_mask=bias_HTT, dropout_p=self.p)
         elif self.in_blocks(x_BTD):
-            y_BHTK = BlockAttention.apply(q_BHTK, k_BHTK, v_BHTK, dropout)
+            y_BHTK = BlockAttention.apply(q_BHTK, k_BHTK, v_BHTK, self.p)
         else:
-            y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
+            y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=self.p, is_causal=True)
         return self.o(y_BHTK.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:

@@ -16,16 +16,20 @@ MOST_VIEWS = 512
 
 
 def by_hand(x: Tensor) -> bool:
-    """Whether `x` is for such an operation: on a CPU, in the precision it has. Everywhere else, under autocast and for
-    the compiler, torch's own are better."""
-    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
+    """Whether `x` is for such an operation: on a CPU, in single or double precision. Everywhere else, under autocast
+    and for the compiler, torch's own are better."""
+    at_hand = x.device.type == "cpu" and x.dtype not in (torch.bfloat16, torch.float16)
+    return at_hand and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
 
 
-def untouched(*modules: nn.Module) -> bool:
-    """Nobody waits for one of these to be called: no hook hangs on any."""
-    return not any(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        for module in modules
+def as_made(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """It is a `kind` and nothing else, nobody has given it a forward pass of its own, and no hook waits for it to be
+    called: then it may be left uncalled, and its work done for it."""
+    return (
+        type(module) is kind
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
     )
 
 

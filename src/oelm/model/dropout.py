@@ -31,8 +31,13 @@ class Dropout(nn.Module):
         super().__init__()
         self.p = p
 
+    @property
+    def now(self) -> float:
+        """The probability as it is now."""
+        return self.p if self.training else 0.0
+
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.training and self.p):
+        if not self.now:
             return x
         if not by_hand(x):
             return F.dropout(x, self.p)

@@ -32,6 +32,11 @@ class Projection(nn.Linear):
             self.lora_up = nn.Parameter(torch.empty(config.d_model, config.lora))
         self.has_lora = bool(config.lora)
 
+    @property
+    def is_matrix(self) -> bool:
+        """Nothing is added to its product."""
+        return self.bias is None and not self.has_lora
+
     def forward(self, x_BTD: Tensor) -> Tensor:
         y_BTD = F.linear(x_BTD, self.weight, self.bias)
         return y_BTD + F.linear(F.linear(x_BTD, self.lora_down), self.lora_up) if self.has_lora else y_BTD

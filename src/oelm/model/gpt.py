@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from oelm.config import RunConfig
 from oelm.model import extras
 from oelm.model.attention import Attention
-from oelm.model.by_hand import by_hand, untouched
+from oelm.model.by_hand import as_made, by_hand
 from oelm.model.dropout import Dropout
 from oelm.model.frames import INIT_STD, draw_frame, gaussian
-from oelm.model.halves import attention_half, feed_forward_half
+from oelm.model.halves import attention_half, can_attend, can_feed_forward, feed_forward_half
 from oelm.model.loss import linear_cross_entropy
 
 
@@ -35,9 +35,9 @@ class FeedForward(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Nobody has put a module of their own in the place of a matrix, or a hook on it."""
-        up, down = self.up, self.down
-        return type(up) is type(down) is nn.Linear and untouched(self, up, down)
+        """Two products with a bias, and nothing else."""
+        products = all(as_made(layer, nn.Linear) and layer.bias is not None for layer in (self.up, self.down))
+        return products and as_made(self, FeedForward)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_BTD)))
@@ -54,14 +54,13 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         attention, ffn, dropout = self.attention, self.ffn, self.dropout
-        p = dropout.p if dropout.training else 0.0
-        one_p = dropout.training == attention.training
-        if one_p and attention.plain and attention.in_blocks(x_BTD) and untouched(self.attention_norm, dropout):
-            h_BTD = attention_half(x_BTD, self.attention_norm, attention, p)
+        halved = by_hand(x_BTD) and as_made(dropout, Dropout)
+        if halved and can_attend(self.attention_norm, attention, dropout.now) and attention.in_blocks(x_BTD):
+            h_BTD = attention_half(x_BTD, self.attention_norm, attention, dropout.now)
         else:
             h_BTD = x_BTD + dropout(attention(self.attention_norm(x_BTD)))
-        if ffn.plain and by_hand(x_BTD) and untouched(self.ffn_norm, dropout):
-            return feed_forward_half(h_BTD, self.ffn_norm, ffn.up, ffn.down, p)
+        if halved and can_feed_forward(self.ffn_norm, ffn):
+            return feed_forward_half(h_BTD, self.ffn_norm, ffn.up, ffn.down, dropout.now)
         return h_BTD + dropout(ffn(self.ffn_norm(h_BTD)))
 
 
@@ -81,7 +80,7 @@ class GPT(nn.Module):
 
     def hidden(self, tokens_BT: Tensor, sparse: bool = False) -> Tensor:
         """The normalised residual stream behind the last block; `sparse`: see Embedding."""
-        x_BTD = self.tokens(tokens_BT, sparse)
+        x_BTD = self.tokens(tokens_BT, sparse=True) if sparse else self.tokens(tokens_BT)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions.weight[: x_BTD.shape[1]]
         x_BTD = self.dropout(x_BTD)
@@ -94,7 +93,8 @@ class GPT(nn.Module):
         if targets_BT is None:
             return F.linear(self.hidden(tokens_BT), self.tokens.weight)
         # The loss has a dense gradient for the embedding; what the few tokens of a batch add to it need not be dense.
-        hidden_BTD = self.hidden(tokens_BT, sparse=by_hand(tokens_BT))
+        sparse = by_hand(tokens_BT) and as_made(self.tokens, Embedding)
+        hidden_BTD = self.hidden(tokens_BT, sparse)
         return linear_cross_entropy(hidden_BTD.flatten(0, 1), self.tokens.weight, targets_BT.flatten(), reduction)
 
     @torch.no_grad()

@@ -6,7 +6,7 @@
 A small model's step is made of many small operations. Here queries, keys and values are one product, the logits' scale
 is in its matrix, a residual is where the last product adds its result, and gradients that nobody else reads are
 made in place and in memory that the cache still holds. A step of pocket takes about 0.95 of its time. The modules
-within are not called: where a hook or another module waits for that, the half is taken apart again.
+within are not called: where one is not as it was made, or a hook waits for it, the half is taken apart again.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oelm.model.attention import Attention, attend, attend_backward
-from oelm.model.by_hand import KEPT_FLOATS, once, scratch
+from oelm.model.by_hand import KEPT_FLOATS, as_made, once, scratch
 from oelm.model.dropout import kept
 
 norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -25,6 +25,19 @@ gelu_backward_into = torch.ops.aten.gelu_backward.grad_input
 
 stage: Callable[[str | None], None] = lambda name: None  # noqa: E731
 """Called where another part of a block begins, and with None at the end: for whoever times them (oelm profile)."""
+
+
+def can_attend(norm: nn.Module, attention: nn.Module, p: float) -> bool:
+    """Whether `attention_half` does what these do, with dropout `p` on the weights as on the result."""
+    return isinstance(attention, Attention) and attention.plain and attention.p == p and _is_affine(norm)
+
+
+def can_feed_forward(norm: nn.Module, ffn: nn.Module) -> bool:
+    return bool(getattr(ffn, "plain", False)) and _is_affine(norm)
+
+
+def _is_affine(norm: nn.Module) -> bool:
+    return as_made(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
 
 
 def attention_half(x_BTD: Tensor, norm: nn.LayerNorm, attention: Attention, p: float) -> Tensor:
@@ -69,16 +82,17 @@ class _AttentionHalf(torch.autograd.Function):
         *for_h, for_q, for_k, for_v, for_o, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(
             x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND if for_q or for_k or for_v else None,
-            joint_ED if any(for_h) else None, o_DD, q_NTK, k_NTK, v_NTK, y_ND if for_o else None, kept_ND, *weights,
+            joint_ED if any(for_h) else None, q_DD, k_DD, v_DD, o_DD, q_NTK, k_NTK, v_NTK, y_ND if for_o else None,
+            kept_ND, *weights,
         )  # fmt: skip
         return out_ND.view(B, T, D)
 
     @staticmethod
     @once
     def backward(ctx: Any, d_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        (
-            x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND, joint_ED, o_DD, q_NTK, k_NTK, v_NTK, y_ND,
-            kept_ND, *weights,
+        (  # the matrices that are in the joint one are there to be refused if they have changed since
+            x_ND, norm_weight_D, norm_bias_D, mean_N1, rstd_N1, h_ND, joint_ED, _, _, _, o_DD, q_NTK, k_NTK, v_NTK,
+            y_ND, kept_ND, *weights,
         ) = ctx.saved_tensors  # fmt: skip
         for_x, for_norm_weight, for_norm_bias, *for_qkv, for_o, _, _, _ = ctx.needs_input_grad
         N, D = x_ND.shape
