@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from oelm import machine
+from oelm.errors import UserError
 
 needs_huge_pages = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages"
@@ -86,3 +87,27 @@ def test_compiled_code_is_kept_in_the_users_cache_unless_they_say_where(monkeypa
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     machine.keep_compiled()
     assert machine.os.environ["TORCHINDUCTOR_CACHE_DIR"] == expected.format(tmp_path)
+
+
+def test_a_cache_that_cannot_be_is_left_to_torch(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    machine.keep_compiled()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in machine.os.environ
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "environment", "expected"),
+    [(3, 1, "", 3), (0, 1, "", 8), (0, 2, "", 4), (0, 1, "2", 2), (0, 2, "1", 4), (0, 16, "", 1)],
+)
+def test_threads_are_those_asked_for_or_a_share_of_the_cores(monkeypatch, asked, processes, environment, expected):
+    """torchrun sets the environment's number to 1 unasked: several processes do not hear it."""
+    monkeypatch.setattr(machine, "cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    assert machine.threads_for(asked, processes) == expected
+
+
+def test_threads_that_would_never_come_to_an_end_are_refused(monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    with pytest.raises(UserError, match="threads 4096: there are 2 cores here"):
+        machine.threads_for(4096)

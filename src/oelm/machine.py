@@ -9,6 +9,7 @@ import platform
 import socket
 import sys
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from oelm.errors import UserError
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Names of malloc.h."""
 USUAL_TOP_PAD = 128 * 1024
+CROWDED = 16
+"""Threads to a core that are too many."""
 HEAP_ROOM = 2**31 - 2**21
 """The most that mallopt takes, an int."""
 
@@ -36,6 +39,14 @@ def threads_asked() -> int:
     """What the environment wants of OpenMP, as far as there are cores; 0: nothing. (torchrun sets it to 1 unasked.)"""
     said = os.environ.get("OMP_NUM_THREADS", "")
     return min(int(said), cores()) if said.isdecimal() else 0
+
+
+def threads_for(asked: int, processes: int = 1) -> int:
+    """CPU threads of each of `processes` on this machine: what is asked for, else what the environment wants of one
+    alone, else their share of the cores. Far more threads than cores never come to an end."""
+    if asked > CROWDED * cores():
+        raise UserError(f"threads {asked}: there are {cores()} cores here; leave --threads out to use them all")
+    return asked or (threads_asked() if processes == 1 else 0) or max(1, cores() // processes)
 
 
 def place_in_world() -> tuple[int, int]:
@@ -89,8 +100,11 @@ def collect_seldom() -> None:
 
 def keep_compiled() -> None:
     """Have torch.compile keep its code where the next run finds it: torch's own place is the temporary folder."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "oelm" / "compiled"))
+    with suppress(OSError, RuntimeError):  # no home, or no right to write there
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oelm" / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:

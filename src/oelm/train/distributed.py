@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oelm.errors import UserError
-from oelm.machine import cores, place_in_world, threads_asked, tune
+from oelm.machine import place_in_world, threads_for, tune
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def join(device: str, threads: int) -> Iterator[World]:
     rank, size = place_in_world()
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     place = pick_device(device, local_rank)
-    torch.set_num_threads(threads or (threads_asked() if size == 1 else 0) or max(1, cores() // local_size))
+    torch.set_num_threads(threads_for(threads, local_size if size > 1 else 1))
     tune()
     if size == 1:
         yield World(0, 1, place)
