@@ -67,8 +67,9 @@ def proportional(points: Sequence[tuple[str, float, float]], x_label: str, y_lab
     with figures.drawing(figures.WIDTH, 3.6) as (figure, ax):
         ax.plot([0, x.max()], [0, slope * x.max()], color=figures.INK, linewidth=1, linestyle="--")
         ax.plot(x, y, "o", color=figures.COLOURS[1])
-        for i, (name, at_x, at_y) in enumerate(points):  # neighbours have theirs on different sides
-            side: dict[str, Any] = dict(xytext=(-5, 4), ha="right") if i % 2 else dict(xytext=(5, -9))
+        for name, at_x, at_y in points:  # names are on the points' side of the line
+            above = at_y > slope * at_x
+            side: dict[str, Any] = dict(xytext=(-5, 4), ha="right") if above else dict(xytext=(5, -9))
             ax.annotate(name, (at_x, at_y), textcoords="offset points", fontsize=8, **side)
         ax.set_xlim(0, 1.2 * x.max())
         ax.set_ylim(0, 1.1 * y.max())

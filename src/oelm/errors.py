@@ -39,7 +39,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
 
 
-def of_compiler(error: Exception) -> str:
+def of_compiler(error: BaseException) -> str:
     """What torch.compile could not do, in a line; nothing if that is not what went wrong."""
     from_it = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
     return f"torch.compile: {str(error).splitlines()[0]}" if from_it else ""

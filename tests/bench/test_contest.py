@@ -1,4 +1,9 @@
+import builtins
 import json
+import signal
+import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,6 +12,7 @@ from oelm.arms import ARMS
 from oelm.bench import contest as module
 from oelm.bench.contest import arithmetic, configure, contender
 from oelm.config import resolve
+from oelm.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -31,6 +37,29 @@ def small(monkeypatch):
     monkeypatch.setattr(module.measure, "gemm", lambda: {"gemm": module.measure.Gemm(8, 8, 8)})
 
 
+@pytest.fixture
+def inside(monkeypatch):
+    """Contenders in this process: what is not about processes need not wait for them. Who was made, in order."""
+    made = []
+
+    class Inside(module.measure.Apart):
+        def __init__(self, make, *arguments, settle):
+            made.append(arguments[0])
+            self.step = make(*arguments)
+
+        def turn(self):
+            return module.measure.stopwatch(self.step)
+
+        def memory(self):
+            return 0
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(module.measure, "Apart", Inside)
+    return made
+
+
 def test_a_table_a_picture_and_json_are_written(small, oelm, tmp_path):
     result = oelm("bench", "baseline", "oelm_sliced", "published", "--repeats", 3, "--out", tmp_path / "a" / "b.c")
     assert result.code == 0, result.err
@@ -46,17 +75,9 @@ def test_a_table_a_picture_and_json_are_written(small, oelm, tmp_path):
     assert "bounds take 6 repeats" in text
 
 
-def test_every_launch_has_processes_of_its_own(small, oelm, monkeypatch):
-    begun = []
-
-    class Noted(module.measure.Apart):
-        def __init__(self, make, name, *arguments, **options):
-            begun.append(name)
-            super().__init__(make, name, *arguments, **options)
-
-    monkeypatch.setattr(module.measure, "Apart", Noted)
+def test_every_launch_makes_all_anew(small, inside, oelm):
     result = oelm("bench", "baseline", "oelm_sliced", "--launches", 2, "--repeats", 3, "--json")
-    assert begun == 2 * ["baseline", "oelm_sliced"]
+    assert inside == 2 * ["baseline", "oelm_sliced"]
     found = json.loads(result.out)
     assert [len(entry["repeats"]) for entry in found["entries"]] == [6, 6]
     assert (found["launches"], found["repeats"]) == (2, 3)
@@ -73,7 +94,9 @@ def test_every_launch_has_processes_of_its_own(small, oelm, monkeypatch):
         (("baseline", "nanogpt"), "--nanogpt DIR"),
         (("baseline", "nanogpt", "--nanogpt", "nowhere"), "model.py is not there"),
         (("baseline", "published", "--shape", "bert-base"), "only arms"),
-        (("baseline", "published+compil"), "did you mean published"),
+        (("baseline", "published+compil"), "did you mean published+compile"),
+        (("baseline", "--shape", "encoder"), "--arch"),
+        (("baseline", "--threads", "9999"), "leave --threads out"),
         (("baseline", "baseline+compile", "--shape", "bert-base"), "leave +compile out"),
         (("--dropout", "1.5"), "dropout"),
         (("--out", "/proc/nowhere/bench"), "cannot write to /proc/nowhere"),
@@ -88,10 +111,59 @@ def test_a_contest_that_cannot_be_is_refused_in_one_line(small, oelm, arguments,
 
 
 @pytest.mark.parametrize(("percent", "said"), [(80, True), (2, False)])
-def test_other_work_on_the_machine_is_named(small, oelm, monkeypatch, percent, said):
+def test_other_work_on_the_machine_is_named(small, inside, oelm, monkeypatch, tmp_path, percent, said):
     monkeypatch.setattr("psutil.cpu_percent", lambda interval: percent)
-    result = oelm("bench", "baseline", "--repeats", 1)
-    assert (result.code, f"other work took {percent} %" in result.err) == (0, said)
+    result = oelm("bench", "baseline", "--repeats", 1, "--out", tmp_path / "b")
+    assert (result.code, f"Other work took {percent} %" in " ".join(result.out.split())) == (0, said)
+    assert (f"Other work took {percent} %" in (tmp_path / "b.md").read_text()) == said
+    assert json.loads((tmp_path / "b.json").read_text())["busy"] == percent
+    result = oelm("bench", "baseline", "--repeats", 1, "--json")
+    assert (json.loads(result.out)["busy"], f"other work took {percent} %" in result.err) == (percent, said)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("class Own(Exception): pass\nraise Own('mine')", "the peer nanogpt failed: Own: mine"),
+        ("import os; os._exit(3)", "a measured process died: exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "a measured process died: not enough memory?"),
+    ],
+)
+def test_a_peer_that_fails_is_named_with_its_reason(small, oelm, tmp_path, program, reason):
+    (tmp_path / "model.py").write_text(f"print('hello')\n{program}\n")
+    result = oelm("bench", "baseline", "nanogpt", "--nanogpt", tmp_path, "--repeats", 1)
+    assert (result.code, result.out.strip()) == (2, "")
+    assert reason in result.err
+
+
+def test_theory_is_over_the_same_contender_as_the_speed_up(small, inside, oelm):
+    """Baseline over sliced is the inverse of sliced over baseline."""
+
+    def bounds(*names):
+        found = json.loads(oelm("bench", *names, "--repeats", 1, "--json").out)
+        return {entry["name"]: entry["bound"] for entry in found["entries"]}
+
+    there, back = bounds("baseline", "oelm_sliced"), bounds("oelm_sliced", "baseline")
+    assert there["baseline"] == back["oelm_sliced"] == 1
+    assert there["oelm_sliced"] == pytest.approx(1 / back["baseline"]) != 1
+
+
+def test_ctrl_c_while_a_contender_starts_is_answered(monkeypatch):
+    """It comes while processes that should not hear it are started."""
+    started = []
+    Process = module.measure.multiprocessing.context.SpawnProcess
+    start = Process.start
+
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        start(self)
+        started.append(self)
+
+    monkeypatch.setattr(Process, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        module.measure.Apart(time.sleep, 1)
+    started[0].join(10)
+    assert started[0].exitcode == -signal.SIGTERM
 
 
 def test_a_step_of_every_contender_ends_in_an_update(small):
@@ -127,13 +199,26 @@ def test_a_compiled_contender_is_the_same_model_through_the_compiler(small, oelm
     assert "+compile" in result.out
 
 
-def test_what_the_compiler_cannot_do_is_said_in_one_line(small, oelm, monkeypatch):
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    result = oelm("bench", "baseline+compile", "--repeats", 1)
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert "No working C++ compiler" in result.err
-    assert "leave +compile out" in result.err
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("ValueError", "the peer published failed: ValueError: boom"), ("SystemExit", "failed: SystemExit: boom"),
+     ("torch._inductor.exc.InductorError", "torch.compile: boom; leave +compile out")],
+)  # fmt: skip
+def test_what_fails_in_a_step_is_told_in_one_line(small, monkeypatch, kind, reason):
+    """As the process that measures tells the one that asks."""
+    place, _, name = kind.rpartition(".")
+    error = type(name, (RuntimeError,), {"__module__": place}) if place else {**vars(builtins)}[name]
+
+    def fails(*given):
+        raise error("boom\nand more of it" if place else "boom")
+
+    told = []
+    pipe = SimpleNamespace(recv=lambda: "turn", send=told.append)
+    monkeypatch.setattr(module, "peer", lambda *given: fails)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    module.measure._serve(pipe, 1, contender, ("published", configure("pocket", {})))
+    assert isinstance(told[-1], UserError)
+    assert str(told[-1]).endswith(reason)
 
 
 def test_profile_finds_every_part_and_accounts_for_the_backward_pass(oelm, tmp_path):
@@ -160,6 +245,12 @@ def test_an_encoder_can_be_profiled_too(oelm, encoder):
     assert result.code == 0, result.err
     parts = {part["name"] for part in json.loads(result.out)["parts"]}
     assert {"embeddings", "norms", "attention weights", "ffn", "pooler and classifier", "attention q"} <= parts
+
+
+def test_a_compiled_model_has_no_parts_to_profile(oelm):
+    result = oelm("profile", "--preset", "tiny", "--compile")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "--no_compile" in result.err
 
 
 def test_what_the_forward_pass_keeps_is_counted_by_part(oelm):

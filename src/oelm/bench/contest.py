@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from oelm.bench import measure
 from oelm.bench.measure import Interval
 from oelm.bench.peers import check_peer, peer
 from oelm.config import RunConfig, resolve
-from oelm.errors import UserError, nearest
+from oelm.errors import UserError, nearest, of_compiler
 from oelm.files import write_atomic
 from oelm.machine import describe, now, tune
 from oelm.model import cost
@@ -39,6 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 """bert-base: its blocks and width on 8 x 128 tokens, without an output head (the loss is taken of the last layer).
 encoder: the one that --arch names, with a classifier."""
 HEADLESS = frozenset({"bert-base"})
+BUSY, BUSY_LOOK = 20, 1.0
+"""Percent of the machine that other work may take before figures are said to mean little; seconds of looking."""
 COMPILED = "+compile"
 """Behind a name: the same, compiled."""
 
@@ -54,7 +57,7 @@ class Entry:
     speedup: Interval
     """Against the first entry."""
     bound: float | None
-    """Largest speed-up over the baseline that arithmetic allows; None for peers."""
+    """Largest speed-up over the first entry that arithmetic allows; None for peers."""
     memory: int
     """Peak resident bytes over those before the first step."""
     repeats: list[float]
@@ -72,6 +75,8 @@ class Contest:
     launches: int
     repeats: int
     """Of every launch."""
+    busy: float
+    """Share of the machine, in percent, that other work took just before."""
     gemm_peak: float
     entries: list[Entry]
     machine: dict[str, str]
@@ -83,8 +88,7 @@ def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Pat
     """A whole training step of an arm or a peer, on the same random tokens for all."""
     batch, loss = example(config)
     if name.removesuffix(COMPILED) in PEERS:
-        step = peer(name.removesuffix(COMPILED), config, nanogpt)
-        return lambda: step(*batch)
+        return _peer_step(name.removesuffix(COMPILED), config, nanogpt, batch)
     tune()
     loss = _headless_loss if headless else loss
     update = Update(build_model(config), config, World(0, 1, torch.device("cpu")), loss)
@@ -93,6 +97,28 @@ def contender(name: str, config: RunConfig, headless: bool = False, nanogpt: Pat
     def train() -> None:
         update.gradient(next(turn), [batch])
         update.apply(config.max_lr)
+
+    return train
+
+
+def _peer_step(name: str, config: RunConfig, nanogpt: Path | None, batch: Batch) -> Callable[[], None]:
+    """What goes wrong in a peer is named as its own."""
+
+    @contextmanager
+    def named() -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if of_compiler(error):
+                raise
+            raise UserError(f"the peer {name} failed: {type(error).__name__}: {error}") from error
+
+    with named():
+        step = peer(name, config, nanogpt)
+
+    def train() -> None:
+        with named():
+            step(*batch)
 
     return train
 
@@ -132,7 +158,7 @@ def arithmetic(config: RunConfig, shape: str, causal: bool) -> int:
 
 def contest(
     names: Sequence[str], shape: str, settings: dict[str, Any], repeats: int, nanogpt: Path | None,
-    tick: Callable[[], None], command: str, launches: int = 1,
+    tick: Callable[[str], None], command: str, launches: int = 1,
 ) -> Contest:  # fmt: skip
     """Time a training step of each of `names` (arms or peers), the first being what the others are compared with.
 
@@ -142,16 +168,23 @@ def contest(
     for name in names:
         plain, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
         if plain not in ARMS and plain not in PEERS:
-            raise UserError(f"unknown arm or peer {plain}: {nearest(plain, [*ARMS, *PEERS])}")
+            known = [*ARMS, *PEERS]
+            raise UserError(
+                f"unknown arm or peer {plain}: "
+                + nearest(plain, [name + COMPILED for name in known] if "+" in plain else known)
+            )
         if plain in PEERS:
             if shape in HEADLESS or shape == "encoder":
                 raise UserError(f"peers are language models: on {shape} only arms can be timed")
             check_peer(plain, nanogpt)
+        if shape == "encoder" and settings.get("arch", encoders.GPT) == encoders.GPT:
+            raise UserError("shape encoder: say which one with --arch")
         if compiled and shape in HEADLESS:
             raise UserError(f"{shape} is timed without its head, and whole models are compiled: leave {COMPILED} out")
         arm = plain if plain in ARMS else "baseline"
         configs[name] = configure(shape, {**settings, "compile": compiled}, arm)
     arms = [name for name in names if name.removesuffix(COMPILED) in ARMS]
+    busy = psutil.cpu_percent(interval=BUSY_LOOK)
     products = measure.gemm()
     settle = len(arms) < len(names)  # peers give their memory back while they wait; arms keep it
     found: list[dict[str, np.ndarray]] = []
@@ -167,7 +200,7 @@ def contest(
     seconds = {name: np.concatenate([launch[name] for launch in found]) for name in found[0]}
     peak = max(product.flops / float(np.median(seconds[name])) for name, product in products.items())
     config = configure(shape, settings)
-    full = arithmetic(config, shape, causal=False)
+    full = arithmetic(configs[names[0]], shape, causal=False)
     entries = []
     for name, own in configs.items():
         median = float(np.median(seconds[name]))
@@ -186,8 +219,9 @@ def contest(
     batch = f"{config.batch_size} x {config.seq_len}"
     name = config.arch if config.arch != encoders.GPT else shape
     return Contest(
-        shape, name, batch, config.dropout, torch.get_num_threads(), launches, repeats, peak, entries, machine, command
-    )
+        shape, name, batch, config.dropout, torch.get_num_threads(), launches, repeats, busy, peak, entries, machine,
+        command,
+    )  # fmt: skip
 
 
 HEADINGS = ["model", "ms", "tokens/s", "of peak", "speed-up", "theory", "MiB"]
@@ -228,6 +262,7 @@ def caption(found: Contest) -> str:
             if found.repeats >= measure.LEAST_REPEATS
             else f" (bounds take {measure.LEAST_REPEATS} repeats)"
         )
+        + (f". Other work took {found.busy:.0f} % of the machine: the figures mean little" * (found.busy > BUSY))
     )
 
 

@@ -2,10 +2,12 @@
 
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ RESAMPLES = 2_000
 CONFIDENCE = 0.95
 LEAST_REPEATS = 6
 """Below it there are no bounds: all of five repeats lie on one side of the median in one case of sixteen."""
+LEAVING_SECONDS = 1.0
+"""What a contender has to leave by itself when something went wrong."""
 GEMM_SIZES = ((2048, 2048, 2048), (4096, 1024, 4096))
 
 
@@ -48,19 +52,22 @@ def interleave(
     steps: Mapping[str, "Callable[[], object] | Apart"],
     repeats: int,
     warmup: int = WARMUP,
-    tick: Callable[[], None] = lambda: None,
+    tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, np.ndarray]:
-    """Seconds of each repeat of each contender; who begins a round changes from round to round."""
+    """Seconds of each repeat of each contender; who begins a round changes from round to round.
+
+    `tick` is told what is done next, each time.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for turn in range(warmup + repeats):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             step = steps[name]
+            tick("measuring" if turn >= warmup else f"warming up {name}")
             took = step.turn() if isinstance(step, Apart) else stopwatch(step)
             if turn >= warmup:
                 seconds[name].append(took)
-            tick()
     return {name: np.array(values) for name, values in seconds.items()}
 
 
@@ -113,10 +120,15 @@ class Apart:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, torch.get_num_threads(), make, arguments))
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is this process's to answer
+        resource_tracker.ensure_running()  # whose start would lift the block
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is this process's to answer
         self._process.start()
-        signal.signal(signal.SIGINT, interrupt)
         theirs.close()
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # one that came meanwhile is answered here
+        except KeyboardInterrupt:
+            self._process.terminate()
+            raise
 
     def turn(self) -> float:
         """Seconds of a step."""
@@ -129,11 +141,15 @@ class Apart:
         return int(self._ask("memory"))
 
     def _ask(self, word: str) -> float:
-        try:
+        with suppress(OSError):  # it may have left, and said why
             self._pipe.send(word)
+        try:
             answer = self._pipe.recv()
         except (EOFError, OSError):
-            raise MemoryError("a measured process died: not enough memory?") from None
+            self._process.join()
+            code = self._process.exitcode
+            why = "not enough memory?" if code == -signal.SIGKILL else f"exit code {code}"
+            raise UserError(f"a measured process died: {why}") from None
         if isinstance(answer, Exception):
             raise answer
         return float(answer)
@@ -142,14 +158,16 @@ class Apart:
         return self
 
     def __exit__(self, kind: object = None, *error: object) -> None:
-        if kind is not None:
-            self._process.terminate()
         self._pipe.close()
-        self._process.join()
+        self._process.join(None if kind is None else LEAVING_SECONDS)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
 
 
 def _serve(pipe: Connection, threads: int, make: Callable[..., Callable[[], object]], arguments: Any) -> None:
     torch.set_num_threads(threads)
+    sys.stdout = sys.stderr  # what a peer prints is no result
     with suppress(EOFError, BrokenPipeError, ConnectionError):  # nobody listens any more
         try:
             step = make(*arguments)

@@ -46,7 +46,7 @@ class Part:
 
 
 def profile_step(
-    config: RunConfig, steps: int = 3, trace: Path | None = None, tick: Callable[[], None] = lambda: None
+    config: RunConfig, steps: int = 3, trace: Path | None = None, tick: Callable[[str], None] = lambda what: None
 ) -> list[Part]:
     """Profile `steps` whole training steps on random tokens; parts in the order in which they first run."""
     tune()
@@ -55,18 +55,18 @@ def profile_step(
     whole, loss = example(config)
     update = Update(model, config, World(0, 1, device), loss)
     batches = list(zip(*(part.split(config.micro_batch or config.batch_size) for part in whole), strict=True))
+    tick("warming up")
     update.gradient(0, batches)
     update.apply(config.max_lr)
-    tick()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with ExitStack() as ranges, _hushed(), profile(activities=activities, profile_memory=True) as found:
         _name_parts(model, ranges)
         for step in range(1, steps + 1):
+            tick("profiling")
             with record_function(RANGE + "gradient norm and clipping"):
                 update.gradient(step, batches)
             with record_function(RANGE + "optimizer"):
                 update.apply(config.max_lr)
-            tick()
     if trace is not None:
         _export(found, trace)
     return _by_part(list(found.events() or []), steps)

@@ -11,9 +11,6 @@ from pathlib import Path
 from oelm.cli.parser import Parser, add_config_flags, config_of
 from oelm.errors import UserError
 
-BUSY, BUSY_LOOK = 20, 1.0
-"""Percent of the machine that other work may take before figures are said to mean little; seconds of looking."""
-
 
 def bench_verb(parser: Parser) -> None:
     """Time training steps of arms and peers, interleaved, against each other and against the machine's limit.
@@ -57,32 +54,30 @@ def _bench(options: argparse.Namespace) -> None:
     names = list(dict.fromkeys(options.names)) or ["baseline", "oelm_v2", "oelm_sliced"]
     from dataclasses import asdict
 
-    import psutil
     import torch
     from rich.console import Console
 
-    from oelm.bench.contest import caption, columns, configure, contest, shape_for, write
+    from oelm.bench.contest import BUSY, caption, columns, configure, contest, shape_for, write
     from oelm.bench.measure import GEMM_SIZES, WARMUP
-    from oelm.machine import cores, threads_asked
+    from oelm.machine import threads_for
     from oelm.tables import table
 
-    torch.set_num_threads(options.threads or threads_asked() or cores())
+    torch.set_num_threads(threads_for(options.threads))
     given = {key: getattr(options, key) for key in ("dropout", "batch_size", "seq_len", "arch")}
     settings = {key: value for key, value in given.items() if value is not None}
     shape = options.shape or shape_for(settings)
     configure(shape, settings)
     if options.out:
         _writable(options.out)
-    busy = psutil.cpu_percent(interval=BUSY_LOOK)
     command = f"oelm bench {' '.join(names)} --shape {shape} --repeats {options.repeats}"
     command += "".join(f" --{key} {value}" for key, value in (settings | {"threads": options.threads}).items() if value)
     command += f" --launches {options.launches}" if options.launches > 1 else ""
     command += " --nanogpt DIR" if options.nanogpt else ""
     turns = options.launches * (len(names) + len(GEMM_SIZES)) * (options.repeats + WARMUP)
-    with _ticking(turns, quiet=options.json) as tick:
+    with _ticking("starting", turns, quiet=options.json) as tick:
         found = contest(names, shape, settings, options.repeats, options.nanogpt, tick, command, options.launches)
-    if busy > BUSY:
-        print(f"other work took {busy:.0f} % of this machine when it began: the figures mean little", file=sys.stderr)
+    if options.json and found.busy > BUSY:
+        print(f"other work took {found.busy:.0f} % of the machine: the figures mean little", file=sys.stderr)
     if options.json:
         print(json.dumps(asdict(found), indent=2))
     else:
@@ -113,19 +108,21 @@ def _profile(options: argparse.Namespace) -> None:
     if options.steps < 1:
         raise UserError("steps must be 1 or more")
     config = config_of(options)
+    if config.compile:
+        raise UserError("a compiled model has no parts to tell apart: take --no_compile (oelm bench times ARM+compile)")
     from dataclasses import asdict
 
     import torch
     from rich.console import Console
 
     from oelm.bench.profile import profile_step
-    from oelm.machine import cores, threads_asked
+    from oelm.machine import threads_for
     from oelm.tables import table
 
-    torch.set_num_threads(config.threads or threads_asked() or cores())
+    torch.set_num_threads(threads_for(config.threads))
     if options.trace:
         _writable(options.trace)
-    with _ticking(options.steps + 1, quiet=options.json) as tick:
+    with _ticking("profiling", options.steps + 1, quiet=options.json) as tick:
         parts = profile_step(config, options.steps, options.trace, tick)
     whole = sum(part.seconds for part in parts)
     if options.json:
@@ -161,10 +158,12 @@ def _writable(path: Path) -> None:
 
 
 @contextmanager
-def _ticking(steps: int, quiet: bool) -> Iterator[Callable[[], None]]:
+def _ticking(what: str, steps: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A bar over `steps`; before each it is told what is done now."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    shown = "step {task.completed} of {task.total}"
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(shown), TimeRemainingColumn())
     with Progress(*columns, transient=True, disable=quiet) as bar:
-        task = bar.add_task("", total=steps)
-        yield lambda: bar.advance(task)
+        task = bar.add_task(what, total=steps)
+        yield lambda now: bar.update(task, advance=1, description=now)
