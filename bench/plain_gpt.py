@@ -72,8 +72,10 @@ def plain_steps(c: RunConfig, model: PlainGPT, tokens: np.ndarray) -> Iterator[f
     optimizer = torch.optim.AdamW(groups, lr=c.max_lr, betas=(c.beta1, c.beta2))
     order = WindowOrder(len(tokens), c.seq_len, c.batch_size, c.seed)
     for step in range(c.max_steps):
-        after = (step - c.warmup_steps) / (c.max_steps - c.warmup_steps)
-        scale = (step + 1) / c.warmup_steps if after < 0 else 0.5 + 0.5 * math.cos(math.pi * after)
+        if step < c.warmup_steps:
+            scale = (step + 1) / c.warmup_steps
+        else:
+            scale = 0.5 + 0.5 * math.cos(math.pi * (step - c.warmup_steps) / (c.max_steps - c.warmup_steps))
         for group in optimizer.param_groups:
             group["lr"] = c.max_lr * scale
         window = torch.from_numpy(read_windows(tokens, order.starts(step), c.seq_len))
