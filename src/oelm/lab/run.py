@@ -24,10 +24,13 @@ from oelm.lab.queue import Queue
 from oelm.lab.status import LabWatcher
 from oelm.lab.watch import make_console, watching
 from oelm.machine import cores
-from oelm.tables import table
+from oelm.tables import fitting, table
 
 EFFICIENCY = 0.5
 """Share of the matrix-multiply peak that a training step is expected to reach."""
+DRY_RUN = ("run", "arm", "dataset", "lr", "steps", "batch", "seed", "parameters", "trainable", "FLOPs", "time", "disk")
+LESSER = ("trainable", "FLOPs", "batch", "parameters", "seed", "steps", "arm")
+"""Left out, in this order, where the terminal is too narrow."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,7 @@ def show_dry_run(plan: Plan, only: str) -> None:
     runs = pick(plan, only)
     check_settings(runs)
     speed = _matmul_flops()
-    numbers = ("lr", "steps", "batch", "seed", "parameters", "trainable", "FLOPs", "time", "disk")
-    shown = table(("run", "arm", "dataset", *numbers), words=3)
+    rows: list[list[str]] = []
     total_seconds, total_disk, known, every = 0.0, 0, True, []
     for run in runs:
         config, cost = run.config, estimate(_unvaried(run.config))
@@ -168,14 +170,17 @@ def show_dry_run(plan: Plan, only: str) -> None:
         if not ended:
             total_seconds, total_disk, known = total_seconds + seconds, total_disk + cost.disk, known and cost.steps > 0
         batch = f"{config.batch_size}" + (f" x {run.processes}" if run.processes > 1 else "")
-        shown.add_row(
+        rows.append([
             run.id, config.arm, config.dataset, f"{config.max_lr:g}",
             f"{cost.steps:,}" if cost.steps else f"{config.num_epochs:g} epochs", batch,
             str(config.seed), f"{cost.parameters:,}", f"{cost.trainable:,}", f"{cost.flops:.2g}" if cost.steps else "?",
             "finished" if ended else roughly(seconds) if cost.steps else "?", f"{cost.disk / 2**20:,.0f} MiB",
-        )  # fmt: skip
+        ])  # fmt: skip
     console = make_console()
-    console.print(shown)
+    cells = {heading: [row[i] for row in rows] for i, heading in enumerate(DRY_RUN)}
+    shown = fitting({heading: max(map(len, (heading, *cells[heading]))) for heading in DRY_RUN}, LESSER, console.width)
+    words = len(set(shown) & {"run", "arm", "dataset"})
+    console.print(table(shown, zip(*(cells[heading] for heading in shown), strict=True), words))
     later = plan.total - len(plan.runs) if not only else 0
     if later:
         console.print(f"and {later} more once the best {plan.choices[0].setting} of each arm is known")
@@ -188,7 +193,8 @@ def show_dry_run(plan: Plan, only: str) -> None:
     done = sum(run.folder.finished() for run in runs)
     console.print(
         f"{len(runs) + later} runs, {f'{done} of them finished, ' if done else ''}{took} one after the other on this "
-        f"machine ({speed / 1e9:,.0f} GFLOP/s at {EFFICIENCY:.0%}), at most {total_disk / 2**20:,.0f} MiB"
+        f"machine (at {EFFICIENCY:.0%} of a matrix product's {speed / 1e9:,.0f} GFLOP/s), at most "
+        f"{total_disk / 2**20:,.0f} MiB"
     )
     for command in missing_data(runs):
         console.print(f"missing data; first: {command}", style="yellow")

@@ -22,6 +22,7 @@ from oelm.lab.queue import running_queues
 from oelm.lab.score import signed
 from oelm.lab.status import LabWatcher, RunStatus, find_runs
 from oelm.machine import when
+from oelm.tables import fitting
 from oelm.train.folder import RunFolder
 
 STYLES = {
@@ -85,6 +86,8 @@ COLUMNS: dict[str, Callable[[RunStatus], str]] = {
 LONGEST_NAME = 60
 OPTIONAL = ("val acc", "gap", "GPU", "PID", "why", "left", "finished")
 """Shown when a run has one."""
+LEAST_REASON = 14
+"""Columns that a reason takes, at least: it is wrapped."""
 LESSER = ("PID", "started", "elapsed", "finished", "%", "arm", "GPU", "loss", "left", "step")
 """Left out, in this order, where the terminal is too narrow."""
 
@@ -95,13 +98,10 @@ def status_table(found: list[RunStatus], width: int = 200) -> Table:
     shown = [heading for heading in COLUMNS if heading not in OPTIONAL or any(cells[heading])]
     if "val acc" in shown and not any(cells["val PPL"]):
         shown.remove("val PPL")
-    widths = {heading: max(len(heading), *map(len, cells[heading])) for heading in shown if heading != "why"}
-    for heading in LESSER:
-        if sum(widths.values()) + 2 * len(widths) + (16 if "why" in shown else 0) <= width:
-            break
-        if heading in shown:
-            shown.remove(heading)
-            del widths[heading]
+    widths = {heading: max(len(heading), *map(len, cells[heading])) for heading in shown}
+    if "why" in shown:
+        widths["why"] = LEAST_REASON
+    shown = fitting(widths, LESSER, width)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in shown:
         left = heading in ("run", "arm", "state", "why")
