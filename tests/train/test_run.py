@@ -46,9 +46,16 @@ def test_the_start_says_what_is_to_come(tiny, tmp_path):
     assert "expected time" in out
     assert "MiB a checkpoint" in out
     assert "WARNING: the warm-up (50 steps)" in out
+    assert "vocabulary" not in out
     log = (tmp_path / "run/training.log").read_text()
     assert "step 12/12 | loss" in log
     assert "val at step 5 | loss" in log
+
+
+def test_a_vocabulary_that_is_not_the_presets_is_named(data, tmp_path, oelm):
+    """With it, a small preset may be no small model."""
+    out = oelm("train", "--preset", "pocket", "--data_path", data, "--out_dir", tmp_path / "run", *SMALL).out
+    assert "vocabulary: 257 tokens, as the data have it; 1,024 in pocket" in out
 
 
 def test_many_epochs_are_warned_about(tiny, data, tmp_path):

@@ -43,6 +43,11 @@ class Reporter:
         if self._progress:
             self._progress.update(self._task, completed=step, note=note)
 
+    def waits_for(self, what: str) -> None:
+        """Have the bar say what is done while no step is."""
+        if self._progress:
+            self._progress.update(self._task, note=what)
+
     def close(self) -> None:
         if self._log:
             self._log.close()

@@ -178,6 +178,7 @@ class Trainer:
         self.model.eval()
         for split in splits:
             begin = time.perf_counter()
+            self.reporter.waits_for(f"evaluating the {split} split …")
             try:
                 with self.update.autocast():
                     found = self.task.evaluate(self.model, split, self.stop)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oelm import __version__, encoders
-from oelm.config import RunConfig
+from oelm.config import PRESETS, RunConfig, build
 from oelm.data.fit import open_fitting, with_prepared
 from oelm.data.labelled import LabelledData
 from oelm.data.tokenizer import TOKENIZER_FILE
@@ -168,6 +168,9 @@ def _opening(config: RunConfig, epochs: float, device: str) -> list[str]:
         f"{config.max_steps:,} steps = {epochs:.2f} epochs",
         f"disk: {size / 2**20:,.1f} MiB a checkpoint, at most {(kept + 4) * size / 2**20:,.1f} MiB in all",
     ]
+    usual = build(PRESETS[config.preset]).vocab_size
+    if config.arch == encoders.GPT and config.vocab_size != usual:
+        lines.insert(3, f"vocabulary: {config.vocab_size:,} tokens, as the data have it; {usual:,} in {config.preset}")
     if epochs > 1 and not config.labels:
         lines.append(
             f"WARNING: the training text is seen {epochs:.1f} times: a gap between arms may then be regularisation"
