@@ -1,6 +1,7 @@
 """`oelm run --dry_run`: what a plan will cost, and what it lacks."""
 
 import pytest
+from rich.console import Console
 
 from tests.lab.made_runs import make_run
 
@@ -42,6 +43,16 @@ def test_a_dry_run_tells_parameters_and_time_by_arithmetic(dry):
     *_, flops, amount, unit, _, _ = row(text, "baseline_lr0.001_seed1")
     assert (round(float(flops) / 1e6 / 60), "min") == (int(amount), unit)
     assert "2 runs, " in text
+
+
+def test_on_a_narrow_terminal_rate_time_and_disk_are_whole(dry, monkeypatch):
+    monkeypatch.setattr("oelm.lab.run.make_console", lambda: Console(width=80))
+    text = dry()
+    assert "…" not in text
+    assert {"trainable", "FLOPs"}.isdisjoint(row(text, "run"))
+    assert {"run", "lr", "time", "disk"} < set(row(text, "run"))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "0.001" in row(text, "oelm_v2_lr0.001_seed1")
 
 
 def test_what_is_finished_costs_nothing_more(dry, tmp_path):
