@@ -1,5 +1,6 @@
 """What surrounds the arithmetic: reading batches, evaluating, and sharing a step between two processes.
 
+    oelm prepare tinystories --out data/tinystories-gpt2
     python -m bench.loop_cost --data data/tinystories-gpt2 --out results/bench-loop
 
 Medium-512, 4 x 512 tokens a step. Reading and evaluation are interleaved with training steps in one process;
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench import PREPARED, again, run
+from bench import again, run
 from oelm.bench.measure import Apart, interleave, ratio
 from oelm.config import RunConfig, resolve
 from oelm.data.tokens import TokenData, open_data
@@ -107,7 +108,7 @@ def processes(config: RunConfig, data: TokenData, rounds: int, steps: int) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help=PREPARED)
+    parser.add_argument("--data", required=True, help="prepared tokens of GPT-2's vocabulary")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
