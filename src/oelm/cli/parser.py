@@ -38,7 +38,8 @@ class Parser(argparse.ArgumentParser):
 def add_config_flags(parser: Parser) -> None:
     """One flag per config field. Values stay text here: the config checks flags and TOML alike."""
     from oelm.arms import ARMS
-    from oelm.config import GROUPS, PRESETS, RunConfig
+    from oelm.config import PRESETS, RunConfig
+    from oelm.fields import GROUPS
 
     shown: set[str] = set()
     for fields in GROUPS:
