@@ -55,7 +55,7 @@ def test_the_start_says_what_is_to_come(tiny, tmp_path):
 def test_a_vocabulary_that_is_not_the_presets_is_named(data, tmp_path, oelm):
     """With it, a small preset may be no small model."""
     out = oelm("train", "--preset", "pocket", "--data_path", data, "--out_dir", tmp_path / "run", *SMALL).out
-    assert "vocabulary: 257 tokens, as the data have it; 1,024 in pocket" in out
+    assert "vocabulary: 257 tokens, where the preset pocket has 1,024" in out
 
 
 def test_many_epochs_are_warned_about(tiny, data, tmp_path):

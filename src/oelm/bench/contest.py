@@ -141,6 +141,8 @@ def _headless_loss(model: nn.Module, batch: Batch) -> Tensor:
 def configure(shape: str, settings: dict[str, Any], arm: str = "baseline") -> RunConfig:
     if shape not in SHAPES:
         raise UserError(f"unknown shape {shape}: {nearest(shape, SHAPES)}")
+    if shape == "encoder" and settings.get("arch", encoders.GPT) == encoders.GPT:
+        raise UserError("shape encoder: say which one with --arch")
     return resolve({"dropout": 0.0, **SHAPES[shape], **settings, "model_type": arm})
 
 
@@ -156,6 +158,25 @@ def arithmetic(config: RunConfig, shape: str, causal: bool) -> int:
     return (step - head) * config.tokens_per_step
 
 
+def _configs(names: Sequence[str], shape: str, settings: dict[str, Any], nanogpt: Path | None) -> dict[str, RunConfig]:
+    """What each of `names` is a step of; a name that cannot take part is refused."""
+    configs, known = {}, [*ARMS, *PEERS]
+    for name in names:
+        plain, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
+        if plain not in known:
+            hint = nearest(plain, [other + COMPILED for other in known] if "+" in plain else known)
+            raise UserError(f"unknown arm or peer {plain}: {hint}")
+        if plain in PEERS:
+            if shape in HEADLESS or shape == "encoder":
+                raise UserError(f"peers are language models: on {shape} only arms can be timed")
+            check_peer(plain, nanogpt)
+        if compiled and shape in HEADLESS:
+            raise UserError(f"{shape} is timed without its head, and whole models are compiled: leave {COMPILED} out")
+        arm = plain if plain in ARMS else "baseline"
+        configs[name] = configure(shape, {**settings, "compile": compiled}, arm)
+    return configs
+
+
 def contest(
     names: Sequence[str], shape: str, settings: dict[str, Any], repeats: int, nanogpt: Path | None,
     tick: Callable[[str], None], command: str, launches: int = 1,
@@ -164,25 +185,7 @@ def contest(
 
     Every one of the `launches` has processes of its own, and takes `repeats` steps of each.
     """
-    configs = {}
-    for name in names:
-        plain, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
-        if plain not in ARMS and plain not in PEERS:
-            known = [*ARMS, *PEERS]
-            raise UserError(
-                f"unknown arm or peer {plain}: "
-                + nearest(plain, [name + COMPILED for name in known] if "+" in plain else known)
-            )
-        if plain in PEERS:
-            if shape in HEADLESS or shape == "encoder":
-                raise UserError(f"peers are language models: on {shape} only arms can be timed")
-            check_peer(plain, nanogpt)
-        if shape == "encoder" and settings.get("arch", encoders.GPT) == encoders.GPT:
-            raise UserError("shape encoder: say which one with --arch")
-        if compiled and shape in HEADLESS:
-            raise UserError(f"{shape} is timed without its head, and whole models are compiled: leave {COMPILED} out")
-        arm = plain if plain in ARMS else "baseline"
-        configs[name] = configure(shape, {**settings, "compile": compiled}, arm)
+    configs = _configs(names, shape, settings, nanogpt)
     arms = [name for name in names if name.removesuffix(COMPILED) in ARMS]
     busy = psutil.cpu_percent(interval=BUSY_LOOK)
     products = measure.gemm()

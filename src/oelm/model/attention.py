@@ -52,13 +52,13 @@ class Attention(nn.Module):
         return all(as_made(matrix, nn.Linear) and matrix.bias is None for matrix in (self.v, self.o))
 
     @property
-    def p(self) -> float:
+    def p_now(self) -> float:
         """Of the dropout on its weights, as it is now."""
         return self.dropout if self.training else 0.0
 
     def in_blocks(self, x_BTD: Tensor) -> bool:
         """Block attention is the faster one for these tokens."""
-        return by_hand(x_BTD) and (x_BTD.shape[1] <= BLOCKS_PAY or bool(self.p))
+        return by_hand(x_BTD) and (x_BTD.shape[1] <= BLOCKS_PAY or bool(self.p_now))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTK, k_BHTK, v_BHTK = (self._heads(project(x_BTD)) for project in (self.q, self.k, self.v))
@@ -66,11 +66,11 @@ class Attention(nn.Module):
             q_BHTK, k_BHTK = self.mixing(q_BHTK, k_BHTK)
         if self.relative_bias is not None:
             bias_HTT = _by_distance(self.relative_bias, x_BTD.shape[1])
-            y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, attn_mask=bias_HTT, dropout_p=self.p)
+            y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, attn_mask=bias_HTT, dropout_p=self.p_now)
         elif self.in_blocks(x_BTD):
-            y_BHTK = BlockAttention.apply(q_BHTK, k_BHTK, v_BHTK, self.p)
+            y_BHTK = BlockAttention.apply(q_BHTK, k_BHTK, v_BHTK, self.p_now)
         else:
-            y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=self.p, is_causal=True)
+            y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=self.p_now, is_causal=True)
         return self.o(y_BHTK.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:

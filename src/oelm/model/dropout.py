@@ -32,12 +32,12 @@ class Dropout(nn.Module):
         self.p = p
 
     @property
-    def now(self) -> float:
+    def p_now(self) -> float:
         """The probability as it is now."""
         return self.p if self.training else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.now:
+        if not self.p_now:
             return x
         if not by_hand(x):
             return F.dropout(x, self.p)

@@ -55,12 +55,12 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         attention, ffn, dropout = self.attention, self.ffn, self.dropout
         halved = by_hand(x_BTD) and as_made(dropout, Dropout)
-        if halved and can_attend(self.attention_norm, attention, dropout.now) and attention.in_blocks(x_BTD):
-            h_BTD = attention_half(x_BTD, self.attention_norm, attention, dropout.now)
+        if halved and can_attend(self.attention_norm, attention, dropout.p_now) and attention.in_blocks(x_BTD):
+            h_BTD = attention_half(x_BTD, self.attention_norm, attention, dropout.p_now)
         else:
             h_BTD = x_BTD + dropout(attention(self.attention_norm(x_BTD)))
         if halved and can_feed_forward(self.ffn_norm, ffn):
-            return feed_forward_half(h_BTD, self.ffn_norm, ffn.up, ffn.down, dropout.now)
+            return feed_forward_half(h_BTD, self.ffn_norm, ffn.up, ffn.down, dropout.p_now)
         return h_BTD + dropout(ffn(self.ffn_norm(h_BTD)))
 
 

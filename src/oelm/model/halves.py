@@ -29,7 +29,7 @@ stage: Callable[[str | None], None] = lambda name: None  # noqa: E731
 
 def can_attend(norm: nn.Module, attention: nn.Module, p: float) -> bool:
     """Whether `attention_half` does what these do, with dropout `p` on the weights as on the result."""
-    return isinstance(attention, Attention) and attention.plain and attention.p == p and _is_affine(norm)
+    return isinstance(attention, Attention) and attention.plain and attention.p_now == p and _is_affine(norm)
 
 
 def can_feed_forward(norm: nn.Module, ffn: nn.Module) -> bool:

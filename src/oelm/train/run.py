@@ -170,7 +170,7 @@ def _opening(config: RunConfig, epochs: float, device: str) -> list[str]:
     ]
     usual = build(PRESETS[config.preset]).vocab_size
     if config.arch == encoders.GPT and config.vocab_size != usual:
-        lines.insert(3, f"vocabulary: {config.vocab_size:,} tokens, as the data have it; {usual:,} in {config.preset}")
+        lines.insert(3, f"vocabulary: {config.vocab_size:,} tokens, where the preset {config.preset} has {usual:,}")
     if epochs > 1 and not config.labels:
         lines.append(
             f"WARNING: the training text is seen {epochs:.1f} times: a gap between arms may then be regularisation"

@@ -29,9 +29,10 @@ class Update:
         self.stored_once = self.policy.always(self._names)
         """Frozen for the whole run."""
         self.autocast, self.scaler = _precision(config, world.device)
+        self._compiled = model
         if config.compile:
             keep_compiled()
-        self._compiled = cast(nn.Module, torch.compile(model)) if config.compile else model
+            self._compiled = cast(nn.Module, torch.compile(model))
         self.optimizer = build_optimizer(model, config, world.device, self.out(0))
         self._train(self.policy.frozen(self._names, 0))
 
