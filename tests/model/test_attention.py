@@ -22,8 +22,8 @@ def test_dropped_attention_is_the_textbook_formula_with_the_same_mask(monkeypatc
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     masks = []
 
-    def recorded(shape, p):
-        masks.append(torch.rand(shape, generator=torch.Generator().manual_seed(len(masks))) >= p)
+    def recorded(like, p):
+        masks.append(torch.rand(like.shape, generator=torch.Generator().manual_seed(len(masks))) >= p)
         return masks[-1], 1 / (1 - p)
 
     monkeypatch.setattr(attention, "keep_mask", recorded)

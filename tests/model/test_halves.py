@@ -176,7 +176,7 @@ def test_whatever_was_put_into_a_block_does_what_it_does_alone(change):
 @pytest.mark.parametrize(("on_weights", "on_results"), [(0.5, 0.0), (0.0, 0.5)])
 def test_dropout_on_weights_and_on_results_may_differ(monkeypatch, on_weights, on_results):
     drawn = []
-    monkeypatch.setattr("oelm.model.attention.keep_mask", lambda shape, p: drawn.append(p) or keep_mask(shape, p))
+    monkeypatch.setattr("oelm.model.attention.keep_mask", lambda like, p: drawn.append(p) or keep_mask(like, p))
     ours, x = block(dropout=0.3), stream()
     ours.attention.dropout, ours.dropout.p = on_weights, on_results
     torch.nn.init.zeros_(ours.ffn.down.weight)
@@ -232,8 +232,8 @@ def test_second_derivatives_are_refused(arm):
 def test_dropout_multiplies_weights_and_both_results_with_what_it_keeps(monkeypatch):
     masks = []
 
-    def recorded(shape, p):
-        masks.append(torch.rand(shape, generator=torch.Generator().manual_seed(len(masks))) >= p)
+    def recorded(like, p):
+        masks.append(torch.rand(like.shape, generator=torch.Generator().manual_seed(len(masks))) >= p)
         return masks[-1], 1 / (1 - p)
 
     for module in ("attention", "dropout"):

@@ -148,9 +148,9 @@ def attend(heads: Sequence[Tensor], y_BHTK: Tensor, p: float, scale: float = 1.0
         weight_NQS = dropped_NQS = torch.softmax(score_NQS, -1, out=score_NQS)
         weights.append(weight_NQS)
         if p:
-            keep_NQS, factor = keep_mask(tuple(weight_NQS.shape), p)
+            keep_NQS, factor = keep_mask(weight_NQS, p)
             keeps.append(keep_NQS)
-            dropped_NQS = weight_NQS * keep_NQS
+            dropped_NQS = torch.mul(weight_NQS, keep_NQS, out=scratch("dropped", weight_NQS, *weight_NQS.shape))
         _write(torch.bmm(dropped_NQS, v_NSK, out=scratch("block", v_NTK, *q_NQK.shape)), y_BHTK, start)
     if p:
         y_BHTK.mul_(factor)
@@ -179,8 +179,9 @@ def attend_backward(
         d_y_NQK, k_NSK, v_NSK = _rows(d_y_NTK, start, count), _rows(k_NTK, 0, seen), _rows(v_NTK, 0, seen)
         d_weight_NQS = torch.bmm(d_y_NQK, v_NSK.mT, out=scratch("weights", weight_NQS, *weight_NQS.shape))
         if keeps:
-            dropped_NQS = weight_NQS * keeps[index]
-            d_weight_NQS.mul_(keeps[index])
+            keep_NQS = scratch("kept", weight_NQS, *weight_NQS.shape).copy_(keeps[index])
+            dropped_NQS = torch.mul(weight_NQS, keep_NQS, out=scratch("dropped", weight_NQS, *weight_NQS.shape))
+            d_weight_NQS.mul_(keep_NQS)
         last = seen == q_NTK.shape[1]
         d_kv_2NSK = d_kv_2NTK if last else scratch("earlier keys", q_NTK, 2, *k_NSK.shape)
         d_k_NSK, d_v_NSK = d_kv_2NSK.unbind()
