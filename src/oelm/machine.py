@@ -163,14 +163,14 @@ def describe() -> dict[str, Any]:
         "process_started": psutil.Process().create_time(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": cores(),
         "started": now(),
         "clock": time.time(),
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]

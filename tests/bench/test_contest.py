@@ -13,6 +13,7 @@ from oelm.bench import contest as module
 from oelm.bench.contest import arithmetic, configure, contender
 from oelm.config import resolve
 from oelm.errors import UserError
+from oelm.model.products import multiply
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def small(monkeypatch):
     tiny = dict(d_model=16, num_layers=1, num_heads=2, d_ff=32, seq_len=8, vocab_size=64, batch_size=2)
     for shape in module.SHAPES:
         monkeypatch.setitem(module.SHAPES, shape, tiny)
-    monkeypatch.setattr(module.measure, "gemm", lambda: {"gemm": module.measure.Gemm(8, 8, 8)})
+    monkeypatch.setattr(module.measure, "gemm", lambda: {"gemm": module.measure.Gemm(8, 8, 8, multiply)})
 
 
 @pytest.fixture

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from oelm.errors import UserError, of_compiler
+from oelm.model.products import multiply
 from oelm.train.clock import peak_memory
 
 WARMUP = 2
@@ -97,18 +99,24 @@ def _mean_ratio(slower: np.ndarray, faster: np.ndarray) -> np.ndarray:
 
 
 def gemm() -> dict[str, "Gemm"]:
-    return {f"gemm {m} x {k} x {n}": Gemm(m, k, n) for m, k, n in GEMM_SIZES}
+    ways: dict[str, Callable[..., Tensor]] = {"torch": _by_torch, "oelm": multiply}
+    return {f"gemm {m} x {k} x {n} by {way}": Gemm(m, k, n, ways[way]) for m, k, n in GEMM_SIZES for way in ways}
 
 
 class Gemm:
-    """A plain float32 matrix product: the fastest arithmetic that the machine's library offers."""
+    """A plain float32 matrix product: the best of them is the fastest arithmetic that the machine's libraries offer."""
 
-    def __init__(self, m: int, k: int, n: int) -> None:
-        self.left, self.right, self.out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
+    def __init__(self, m: int, k: int, n: int, product: Callable[..., Tensor]) -> None:
+        self.factors = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
         self.flops = 2 * m * k * n
+        self.product = product
 
     def __call__(self) -> None:
-        torch.mm(self.left, self.right, out=self.out)
+        self.product(*self.factors)
+
+
+def _by_torch(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    return torch.mm(left, right, out=out)
 
 
 class Apart:

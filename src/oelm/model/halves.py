@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from oelm.model.attention import Attention, attend, attend_backward
 from oelm.model.by_hand import KEPT_FLOATS, as_made, once, scratch
 from oelm.model.dropout import kept
+from oelm.model.products import multiply
 
 norm_backward = torch.ops.aten.native_layer_norm_backward.default
 gelu_backward_into = torch.ops.aten.gelu_backward.grad_input
@@ -68,7 +69,7 @@ class _AttentionHalf(torch.autograd.Function):
         stage("attention q, k, v")
         ctx.shape, ctx.scale, ctx.p = (B, T, num_heads, D // num_heads), (D // num_heads) ** -0.5, p
         joint_ED = _joint(q_DD, k_DD, v_DD, ctx.scale)
-        made_NE = torch.mm(h_ND, joint_ED.t(), out=scratch("qkv", h_ND, B * T, joint_ED.shape[0]))
+        made_NE = multiply(h_ND, joint_ED.t(), scratch("qkv", h_ND, B * T, joint_ED.shape[0]))
         *qk, v_NTK = _heads(made_NE, ctx.shape).clone(memory_format=torch.contiguous_format).flatten(1, 2).unbind()
         ctx.sliced = not qk
         q_NTK, k_NTK = qk or 2 * [_heads(h_ND, ctx.shape)[0].flatten(0, 1)]
@@ -100,11 +101,11 @@ class _AttentionHalf(torch.autograd.Function):
         d_out_ND = d_out_BTD.flatten(0, 1)
         d_o_ND = _times(d_out_ND, kept_ND)
         stage("attention o")
-        d_o_DD = torch.mm(d_o_ND.t(), y_ND) if for_o else None
+        d_o_DD = multiply(d_o_ND.t(), y_ND) if for_o else None
         d_qkv: list[Tensor | None] = [None, None, None]
         d_x_BTD = d_norm_weight_D = d_norm_bias_D = None
         if for_h or any(for_qkv):
-            d_y_ND = torch.mm(d_o_ND, o_DD, out=scratch("stream", x_ND, N, D))
+            d_y_ND = multiply(d_o_ND, o_DD, scratch("stream", x_ND, N, D))
             stage("attention weights")
             d_made_NE = scratch("qkv", x_ND, N, 2 * D if ctx.sliced else 3 * D)
             d_heads = _heads(d_made_NE, ctx.shape)
@@ -113,11 +114,11 @@ class _AttentionHalf(torch.autograd.Function):
             attend_backward(d_y_BHTK, (q_NTK, k_NTK, v_NTK), weights, d_q_BHTK, d_kv_2BHTK, ctx.p, ctx.factor)
             stage("attention q, k, v")
             if all(for_qkv):
-                d_qkv = list(torch.mm(d_made_NE.t(), h_ND).view(3, D, D).unbind())
+                d_qkv = list(multiply(d_made_NE.t(), h_ND).view(3, D, D).unbind())
             else:
                 made = (None, *d_made_NE.split(D, 1)) if ctx.sliced else d_made_NE.split(D, 1)
                 parts = zip(made, for_qkv, strict=True)
-                d_qkv = [torch.mm(d_ND.t(), h_ND) if wanted else None for d_ND, wanted in parts]
+                d_qkv = [multiply(d_ND.t(), h_ND) if wanted else None for d_ND, wanted in parts]
             if d_qkv[0] is not None:
                 d_qkv[0].mul_(ctx.scale)
         if for_h:
@@ -126,7 +127,7 @@ class _AttentionHalf(torch.autograd.Function):
                 d_k_ND, d_v_ND = d_made_NE.split(D, 1)
                 torch.addmm(d_k_ND, d_v_ND, joint_ED, beta=ctx.scale, out=d_h_ND)
             else:
-                torch.mm(d_made_NE, joint_ED, out=d_h_ND)
+                multiply(d_made_NE, joint_ED, d_h_ND)
             stage("norms")
             d_x_ND, d_norm_weight_D, d_norm_bias_D = norm_backward(
                 d_h_ND, x_ND, (D,), mean_N1, rstd_N1, norm_weight_D, norm_bias_D, ctx.needs_input_grad[:3]
@@ -162,7 +163,7 @@ class _FeedForwardHalf(torch.autograd.Function):
         stage("norms")
         h_ND, mean_N1, rstd_N1 = torch.native_layer_norm(x_ND, x_ND.shape[1:], norm_weight_D, norm_bias_D, eps)
         stage("ffn")
-        up_NF = torch.addmm(up_bias_F, h_ND, up_FD.t())
+        up_NF = multiply(h_ND, up_FD.t(), up_bias_F.repeat(len(h_ND), 1), add=True)
         gelu_NF = F.gelu(up_NF)
         out_ND, kept_ND = _add(x_ND, gelu_NF, down_DF, down_bias_D, p)
         stage(None)
@@ -186,16 +187,16 @@ class _FeedForwardHalf(torch.autograd.Function):
         stage("ffn")
         d_down_DF = None
         if for_down:
-            d_down_DF = torch.mm(d_down_ND.t(), F.gelu(up_NF) if gelu_NF is None else gelu_NF)
+            d_down_DF = multiply(d_down_ND.t(), F.gelu(up_NF) if gelu_NF is None else gelu_NF)
         d_down_bias_D = d_down_ND.sum(0) if for_down_bias else None
         d_up_FD = d_up_bias_F = d_x_BTD = d_norm_weight_D = d_norm_bias_D = None
         if for_up or for_up_bias or for_h:
-            d_up_NF = torch.mm(d_down_ND, down_DF, out=scratch("wide", up_NF, *up_NF.shape))
+            d_up_NF = multiply(d_down_ND, down_DF, scratch("wide", up_NF, *up_NF.shape))
             gelu_backward_into(d_up_NF, up_NF, grad_input=d_up_NF)
-            d_up_FD = torch.mm(d_up_NF.t(), h_ND) if for_up else None
+            d_up_FD = multiply(d_up_NF.t(), h_ND) if for_up else None
             d_up_bias_F = d_up_NF.sum(0) if for_up_bias else None
         if for_h:
-            d_h_ND = torch.mm(d_up_NF, up_FD, out=scratch("stream", x_ND, *x_ND.shape))
+            d_h_ND = multiply(d_up_NF, up_FD, scratch("stream", x_ND, *x_ND.shape))
             stage("norms")
             d_x_ND, d_norm_weight_D, d_norm_bias_D = norm_backward(
                 d_h_ND, x_ND, x_ND.shape[1:], mean_N1, rstd_N1, norm_weight_D, norm_bias_D, ctx.needs_input_grad[:3]
@@ -210,10 +211,8 @@ def _add(
 ) -> tuple[Tensor, Tensor | None]:
     """x + dropout(y W' + b), and what dropout multiplied with; None without dropout."""
     if not p:
-        if bias_D is None:
-            return torch.addmm(x_ND, y_NE, weight_DE.t()), None
-        return (x_ND + bias_D).addmm_(y_NE, weight_DE.t()), None
-    out_ND = F.linear(y_NE, weight_DE, bias_D)
+        return multiply(y_NE, weight_DE.t(), x_ND.clone() if bias_D is None else x_ND + bias_D, add=True), None
+    out_ND = multiply(y_NE, weight_DE.t(), None if bias_D is None else bias_D.repeat(len(x_ND), 1), bias_D is not None)
     stage("dropout")
     kept_ND = kept(out_ND, p)
     return out_ND.mul_(kept_ND).add_(x_ND), kept_ND

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from oelm.model.by_hand import by_hand, once
+from oelm.model.products import multiply
 
 CHUNK_FLOATS = 512 * 50_304
 """Size of the logit buffer. More tokens at a time mean fewer passes over the weight gradient."""
@@ -98,9 +99,9 @@ def _losses(
         # softmax - onehot, times the sum of its row, which `scale` takes out again
         unscaled_CV = exp_CV.scatter_add_(1, target_C[:, None], -sum_C1)
         scale_C1 = 1 / (tokens * sum_C1)
-        torch.mm(unscaled_CV, weight_VD, out=d_hidden_ND[here]).mul_(scale_C1)
+        multiply(unscaled_CV, weight_VD, d_hidden_ND[here]).mul_(scale_C1)
         if d_weight_VD is not None:
-            d_weight_VD.addmm_(unscaled_CV.t(), hidden_CD * scale_C1, beta=0 if start == 0 else 1)
+            multiply(unscaled_CV.t(), hidden_CD * scale_C1, d_weight_VD, add=start > 0)
     return losses_N
 
 
@@ -109,12 +110,12 @@ def _exponentials(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """exp(logits), its row sums, and the logits of the targets; all less the row's maximum where one would leave
     float32's range."""
-    logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV)
+    logits_CV = multiply(hidden_CD, weight_VD.t(), buffer_CV)
     target_logit_C1 = logits_CV.gather(1, target_C[:, None])
     sum_C1 = logits_CV.exp_().sum(1, keepdim=True)
     if ((sum_C1 > SAFE_SUM[0]) & (sum_C1 < SAFE_SUM[1])).all():
         return buffer_CV, sum_C1, target_logit_C1
-    logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV)
+    logits_CV = multiply(hidden_CD, weight_VD.t(), buffer_CV)
     max_C1 = logits_CV.amax(1, keepdim=True)
     exp_CV = logits_CV.sub_(max_C1).exp_()
     return exp_CV, exp_CV.sum(1, keepdim=True), target_logit_C1.sub_(max_C1)
