@@ -19,6 +19,7 @@ from oelm.config import RunConfig, resolve
 from oelm.data.tokens import TokenData, open_data
 from oelm.files import write_atomic
 from oelm.machine import cores, tune
+from oelm.model import products
 from oelm.model.build import build_model
 from oelm.model.gpt import GPT
 from oelm.train.distributed import World
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(cores())
+    products.LARGE = products.LARGE_ALONE = 0  # pocket has no large ones: all are to go their way
     tune()
     config = resolve(dict(preset="pocket", data_path=options.data, max_steps=options.steps, dropout=0.0))
     ours, plain = curves(config, open_data("", options.data))

@@ -1,3 +1,6 @@
+import threading
+import time
+
 import pytest
 import torch
 
@@ -11,8 +14,9 @@ from oelm.model.products import multiply
 def library(monkeypatch):
     """numpy's, for products of any size, and what it has been asked for."""
     monkeypatch.setattr(products, "cpu_name", lambda: "AMD")
-    monkeypatch.setattr(products, "LARGE", 1)
-    monkeypatch.setattr(products, "LARGE_FOR_ONE", 1)
+    monkeypatch.setattr(products, "cores", lambda: 4)
+    monkeypatch.setattr(products, "LARGE", 0)
+    monkeypatch.setattr(products, "LARGE_ALONE", 0)
     find = products._openblas
     find.cache_clear()
     if find() is None:
@@ -96,11 +100,40 @@ def test_numpy_has_as_many_threads_as_before(library):
         blas.scipy_openblas_set_num_threads64_(before)
 
 
-def test_small_products_and_other_processors_are_torchs(library, monkeypatch):
-    monkeypatch.setattr(products, "LARGE", 20 * 30 * 10 + 1)
-    monkeypatch.setattr(products, "LARGE_FOR_ONE", 20 * 30 * 10 + 1)
-    multiply(torch.randn(20, 30), torch.randn(30, 10))
+def test_a_product_is_torchs_unless_each_thread_has_enough_of_it(library, threads, monkeypatch):
+    monkeypatch.setattr(products, "LARGE", 1_000)
+    monkeypatch.setattr(products, "LARGE_ALONE", 1_000)
+    multiply(torch.randn(10, 100), torch.randn(100, threads - 1))
     assert not library
+    multiply(torch.randn(10, 100), torch.randn(100, threads))
+    assert library
+
+
+@pytest.mark.parametrize("limit", ["cores", "MOST_THREADS"])
+def test_more_threads_than_there_is_room_for_are_torchs(library, monkeypatch, threads, limit):
+    monkeypatch.setattr(products, limit, (lambda: 2) if limit == "cores" else 2)
+    multiply(torch.randn(20, 30), torch.randn(30, 10))
+    assert bool(library) == (threads <= 2)
+
+
+def test_no_thread_still_writes_when_a_product_has_failed(library, monkeypatch):
+    """A notebook's Ctrl-C, say: the next product may have the same memory."""
+    done, sgemm = [], products._sgemm
+
+    def failing(*given):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        time.sleep(0.1)
+        done.append(sgemm(*given))
+
+    monkeypatch.setattr(products, "_sgemm", failing)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with pytest.raises(KeyboardInterrupt):
+        multiply(torch.randn(64, 8), torch.randn(8, 64))
+    assert len(done) == 1
+
+
+def test_other_processors_have_torchs(library, monkeypatch):
     monkeypatch.setattr(products, "cpu_name", lambda: "Intel(R) Xeon(R)")
     products._openblas.cache_clear()
     multiply(torch.randn(200, 300), torch.randn(300, 100))

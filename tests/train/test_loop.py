@@ -4,6 +4,7 @@ import signal
 import pytest
 import torch
 
+from oelm.train.console import Reporter
 from oelm.train.distributed import World, pick_device
 from oelm.train.loop import StopRequest
 from oelm.train.step import Update
@@ -40,6 +41,13 @@ def test_a_stop_that_another_process_was_asked_for_is_one(tiny, monkeypatch):
     monkeypatch.setattr(World, "any", lambda self, flag: True)
     result = tiny("--max_steps", 4, "--val_interval", 2)
     assert (result.code, "step 2 is saved" in result.err + result.out) == (128 + signal.SIGTERM, True)
+
+
+def test_a_terminal_is_told_which_split_is_evaluated(tiny, monkeypatch):
+    told = []
+    monkeypatch.setattr(Reporter, "waits_for", lambda self, what: told.append(what))
+    tiny("--max_steps", 4, "--val_interval", 2)
+    assert told == [f"evaluating the {split} split …" for split in ("val", "val", "test")]
 
 
 def test_a_device_that_is_not_there_is_refused(oelm, tiny):

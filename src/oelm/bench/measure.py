@@ -30,6 +30,10 @@ LEAST_REPEATS = 6
 LEAVING_SECONDS = 1.0
 """What a contender has to leave by itself when something went wrong."""
 GEMM_SIZES = ((2048, 2048, 2048), (4096, 1024, 4096))
+GEMM_WAYS: dict[str, Callable[..., Tensor]] = {
+    "torch": lambda left, right, out: torch.mm(left, right, out=out),
+    "oelm": multiply,
+}
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,11 @@ def _mean_ratio(slower: np.ndarray, faster: np.ndarray) -> np.ndarray:
 
 
 def gemm() -> dict[str, "Gemm"]:
-    ways: dict[str, Callable[..., Tensor]] = {"torch": _by_torch, "oelm": multiply}
-    return {f"gemm {m} x {k} x {n} by {way}": Gemm(m, k, n, ways[way]) for m, k, n in GEMM_SIZES for way in ways}
+    return {
+        f"gemm {m} x {k} x {n} by {way}": Gemm(m, k, n, product)
+        for m, k, n in GEMM_SIZES
+        for way, product in GEMM_WAYS.items()
+    }
 
 
 class Gemm:
@@ -113,10 +120,6 @@ class Gemm:
 
     def __call__(self) -> None:
         self.product(*self.factors)
-
-
-def _by_torch(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    return torch.mm(left, right, out=out)
 
 
 class Apart:

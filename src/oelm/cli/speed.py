@@ -58,7 +58,7 @@ def _bench(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from oelm.bench.contest import BUSY, caption, columns, configure, contest, shape_for, write
-    from oelm.bench.measure import GEMM_SIZES, WARMUP
+    from oelm.bench.measure import GEMM_SIZES, GEMM_WAYS, WARMUP
     from oelm.machine import threads_for
     from oelm.tables import table
 
@@ -73,7 +73,8 @@ def _bench(options: argparse.Namespace) -> None:
     command += "".join(f" --{key} {value}" for key, value in (settings | {"threads": options.threads}).items() if value)
     command += f" --launches {options.launches}" if options.launches > 1 else ""
     command += " --nanogpt DIR" if options.nanogpt else ""
-    turns = options.launches * (len(names) + len(GEMM_SIZES)) * (options.repeats + WARMUP)
+    contenders = len(names) + len(GEMM_SIZES) * len(GEMM_WAYS)
+    turns = options.launches * contenders * (options.repeats + WARMUP)
     with _ticking("starting", turns, quiet=options.json) as tick:
         found = contest(names, shape, settings, options.repeats, options.nanogpt, tick, command, options.launches)
     if options.json and found.busy > BUSY:

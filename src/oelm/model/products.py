@@ -2,7 +2,7 @@
 
 On a processor of AMD one thread of OpenBLAS does 1.05 to 1.2 x what one of MKL does. It is called for parts of a
 product in threads of their own: its own threads wait in a way that keeps torch's from working. Starting some takes
-0.1 ms, so small products stay with torch. A step of medium-512 takes 0.9 of its time, with one thread 0.85.
+0.1 ms, so small products stay with torch. With two threads a step of medium-512 takes 0.9, with one 0.85 of its time.
 """
 
 import ctypes
@@ -16,21 +16,23 @@ from numpy._core import _multiarray_umath  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.profiler import record_function
 
-from oelm.machine import cpu_name
+from oelm.machine import cores, cpu_name
 from oelm.model.by_hand import is_real
 
-LARGE, LARGE_FOR_ONE = 2**31, 2**29
-"""Multiplications from which a product is worth it, with several threads and with one."""
+LARGE, LARGE_ALONE = 2**30, 2**29
+"""Multiplications for each thread from which starting it is worth while; for one alone, where none is started."""
 MOST_THREADS = 32
-"""OpenBLAS keeps room for so many that call it at once."""
+"""More are torch's: as numpy builds it, OpenBLAS has room for 64 that call it at once."""
 ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 """Names of cblas.h."""
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def multiply(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, add: bool = False) -> Tensor:
     """a b, written or added to `out`."""
-    threads = min(torch.get_num_threads(), MOST_THREADS)
-    if a_MK.shape[0] * b_KN.numel() >= (LARGE_FOR_ONE if threads == 1 else LARGE):
+    threads = torch.get_num_threads()
+    large = a_MK.shape[0] * b_KN.numel() >= (LARGE_ALONE if threads == 1 else LARGE * threads)
+    if large and threads <= min(MOST_THREADS, cores()):
         out_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out_MN is None else out_MN
         library = _openblas()
         if library is not None and _as_it_wants(a_MK, b_KN, out_MN):
@@ -50,12 +52,16 @@ def _as_it_wants(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> bool:
 def _in_threads(library: ctypes.CDLL, threads: int, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, add: bool) -> Tensor:
     parts = _parts(a_MK, b_KN, out_MN, threads)
     with _one_thread(library), record_function("oelm::multiply"):
-        others = [threading.Thread(target=_sgemm, args=(library, *part, add)) for part in parts[1:]]
-        for thread in others:
-            thread.start()
-        _sgemm(library, *parts[0], add)
-        for thread in others:
-            thread.join()
+        others: list[threading.Thread] = []
+        try:
+            for part in parts[1:]:
+                others.append(threading.Thread(target=_sgemm, args=(library, *part, add)))
+                others[-1].start()
+            _sgemm(library, *parts[0], add)
+        finally:  # whatever happened, nobody writes into `out` any more
+            for thread in others:
+                if thread.ident:
+                    thread.join()
     return out_MN
 
 
@@ -88,13 +94,14 @@ def _layout(x: Tensor) -> tuple[int, int]:
 
 @contextmanager
 def _one_thread(library: ctypes.CDLL) -> Iterator[None]:
-    """Its own threads would go on to spin where torch's are to work next."""
-    before = library.scipy_openblas_get_num_threads64_()
-    library.scipy_openblas_set_num_threads64_(1)
-    try:
-        yield
-    finally:
-        library.scipy_openblas_set_num_threads64_(before)
+    """Its own threads would go on to spin where torch's are to work next. The setting is the whole process's."""
+    with _ONE_AT_A_TIME:
+        before = library.scipy_openblas_get_num_threads64_()
+        library.scipy_openblas_set_num_threads64_(1)
+        try:
+            yield
+        finally:
+            library.scipy_openblas_set_num_threads64_(before)
 
 
 @cache
@@ -102,7 +109,7 @@ def _openblas() -> ctypes.CDLL | None:
     """numpy's, on processors of AMD, if it has one. On others torch's MKL is the faster one."""
     if "AMD" not in cpu_name():
         return None
-    library = ctypes.CDLL(_multiarray_umath.__file__)  # whose symbols are those of all that it has loaded
+    library = ctypes.CDLL(_multiarray_umath.__file__)  # with what it has loaded, but on Windows
     if not hasattr(library, "scipy_cblas_sgemm64_"):
         return None
     number, pointer = ctypes.c_int64, ctypes.c_void_p
