@@ -15,17 +15,20 @@ from tests.report.hostile import payloads
 
 
 def hostile_study(root, url):
-    """Payloads as run name, data set, tokenizer, reason, machine and sample text."""
-    for i, payload in enumerate(payloads(url)):
+    """Payloads as run name, data set (four to one: each has its figures), tokenizer, reason, machine, sample text."""
+    strings = payloads(url)
+    for i, payload in enumerate(strings):
         name = f"{i:02d}{payload.replace('/', '∕')}"[:120]
-        data = {**DATA, "tokenizer": payload} if i % 2 else DATA
+        first, seed = i - i % 4, 1 + i % 4
+        dataset = " ".join(strings[first : first + 4])
+        data = {**DATA, "tokenizer": strings[first]} if i % 8 < 4 else DATA
         for arm in ("baseline", "oelm_v2"):
             folder = make_run(
-                root, f"{name}{arm}", arm, 1, dataset=payload, data=data, machine={"device_name": payload}
+                root, f"{name}{arm}", arm, seed, dataset=dataset, data=data, machine={"device_name": payload}
             )
             sample = str({"prompt": list(payload.encode()), "sample": list(payload.encode())}).replace("'", '"')
             (folder / "sample.json").write_text(sample)
-        make_run(root, f"{name}failed", "oelm_random", 1, dataset=payload, data=data, state="failed", reason=payload)
+        make_run(root, f"{name}failed", "oelm_random", seed, dataset=dataset, data=data, state="failed", reason=payload)
     return root
 
 
