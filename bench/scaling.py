@@ -3,7 +3,8 @@
     python -m bench.scaling --out results/bench-scaling
 
 All sizes are interleaved, 2,048 tokens a step, GPT-2's vocabulary. Writes PREFIX.json, PREFIX.md and PREFIX.svg.
-If everything ran at one speed, the points would lie on a line through the origin.
+If everything ran at one speed, the points would lie on a line through the origin. The last column is the share of the
+matrix-product peak, which is measured between them.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import torch
 
 from bench import again
 from oelm.bench.contest import arithmetic, configure, contender
-from oelm.bench.measure import interleave
+from oelm.bench.measure import gemm, interleave, peak
 from oelm.files import write_atomic
 from oelm.machine import cores
 from oelm.report import figures
@@ -37,24 +38,31 @@ def main() -> None:
     torch.set_num_threads(cores())
     settings = {name: {**size, "batch_size": TOKENS // size.get("seq_len", 512)} for name, size in SIZES}
     steps = {name: contender("baseline", configure("medium-512", values)) for name, values in settings.items()}
-    seconds = interleave(steps, options.repeats, warmup=1)
+    products = gemm()
+    seconds = interleave({**steps, **products}, options.repeats, warmup=1)
+    best = peak(products, seconds)
     rows: list[tuple[str, float, float]] = []
     for name, values in settings.items():
         flops = arithmetic(configure("medium-512", values), "medium-512", causal=True) / TOKENS
         rows.append((name, flops / 1e6, 1e6 * float(np.median(seconds[name])) / TOKENS))
-    table = "\n".join(f"| {size} | {work:.0f} | {time:.0f} | {1000 * work / time:.0f} |" for size, work, time in rows)
+    table = "\n".join(
+        f"| {size} | {work:.0f} | {time:.0f} | {1000 * work / time:.0f} | {1e12 * work / time / best:.0%} |"
+        for size, work, time in rows
+    )
     found = [{"size": size, "megaflop": work, "microseconds": time} for size, work, time in rows]
     name = options.out.name
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(
-        options.out.with_name(f"{name}.json"), json.dumps({"repeats": options.repeats, "sizes": found}, indent=2)
+        options.out.with_name(f"{name}.json"),
+        json.dumps({"repeats": options.repeats, "gemm_peak": best, "sizes": found}, indent=2),
     )
     write_atomic(options.out.with_name(f"{name}.svg"), proportional(rows, "MFLOP per token", "µs per token"))
     text = (
         f"# Time per token against arithmetic\n\nMedium-512 with one size changed, {TOKENS:,} tokens a step, "
-        f"{torch.get_num_threads()} threads, medians of {options.repeats} interleaved repeats.\n\n"
-        f"| size | MFLOP per token | µs per token | GFLOP/s |\n|---|---|---|---|\n{table}\n\n![time]({name}.svg)\n"
-        f"{again('scaling', options)}"
+        f"{torch.get_num_threads()} threads, medians of {options.repeats} interleaved repeats; GEMM peak "
+        f"{best / 1e9:.0f} GFLOP/s in the same run.\n\n"
+        f"| size | MFLOP per token | µs per token | GFLOP/s | of peak |\n|---|---|---|---|---|\n{table}\n\n"
+        f"![time]({name}.svg)\n{again('scaling', options)}"
     )
     write_atomic(options.out.with_name(f"{name}.md"), text)
     print(text)

@@ -201,7 +201,7 @@ def contest(
             found.append(measure.interleave(dict[str, Any](steps) | products, repeats, tick=tick))
             peaks = {name: max(peaks[name], step.memory()) for name, step in steps.items()}
     seconds = {name: np.concatenate([launch[name] for launch in found]) for name in found[0]}
-    peak = max(product.flops / float(np.median(seconds[name])) for name, product in products.items())
+    peak = measure.peak(products, seconds)
     config = configure(shape, settings)
     full = arithmetic(configs[names[0]], shape, causal=False)
     entries = []

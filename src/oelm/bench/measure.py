@@ -110,6 +110,11 @@ def gemm() -> dict[str, "Gemm"]:
     }
 
 
+def peak(products: Mapping[str, "Gemm"], seconds: Mapping[str, np.ndarray]) -> float:
+    """Of the fastest of them, in operations a second."""
+    return max(product.flops / float(np.median(seconds[name])) for name, product in products.items())
+
+
 class Gemm:
     """A plain float32 matrix product: the best of them is the fastest arithmetic that the machine's libraries offer."""
 
