@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from oelm.train.distributed import World
 from oelm.train.folder import RunFolder
 from tests.programmes.kill_resume import programme
 from tests.small_encoder import make_pairs, make_rows, write_rows
+from tests.train.small_runs import TORCHRUN
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -93,8 +93,7 @@ def test_two_processes_do_what_one_does(oelm, encoder, pairs, tmp_path):
     fixed = ("--arch", encoder, "--data_path", pairs, "--threads", 1, "--device", "cpu", "--seq_len", 32,
              "--max_steps", 6, "--dropout", 0, "--max_lr", 1e-3)  # fmt: skip
     assert oelm("train", *fixed, "--batch_size", 8, "--out_dir", tmp_path / "1").code == 0
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "oelm")
-    words = (*torchrun, "train", *fixed, "--batch_size", 4, "--out_dir", tmp_path / "2")
+    words = (*TORCHRUN, "train", *fixed, "--batch_size", 4, "--out_dir", tmp_path / "2")
     subprocess.run([str(word) for word in words], check=True, capture_output=True)
     one, two = (list(metrics.read(tmp_path / size / "metrics.jsonl")) for size in ("1", "2"))
     assert [record["step"] for record in one] == [record["step"] for record in two]
