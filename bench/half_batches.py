@@ -38,7 +38,7 @@ def main() -> None:
         for name, (arm, part) in CONTENDERS.items():
             settings = {"arch": options.arch, "batch_size": options.batch_size // part, "seq_len": options.seq_len}
             config = configure("encoder", settings, arm)
-            steps[name] = stack.enter_context(Apart(contender, arm, config, settle=False))
+            steps[name] = stack.enter_context(Apart(contender, arm, config))
         seconds = interleave(steps, options.repeats)
     first = next(iter(CONTENDERS))
     found = {name: ratio(seconds[first], times) for name, times in seconds.items()}

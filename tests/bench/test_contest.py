@@ -44,11 +44,14 @@ def inside(monkeypatch):
     made = []
 
     class Inside(module.measure.Apart):
-        def __init__(self, make, *arguments, settle):
+        def __init__(self, make, *arguments):
             made.append(arguments[0])
             self.step = make(*arguments)
 
-        def turn(self):
+        def begin(self):
+            pass
+
+        def work(self):
             return module.measure.stopwatch(self.step)
 
         def memory(self):

@@ -1,7 +1,10 @@
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -17,11 +20,55 @@ def test_contenders_take_turns_and_the_beginner_changes():
     assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-def test_the_ratio_is_that_of_medians_and_its_bounds_hold_the_spread():
-    slow, fast = np.array([2.0, 2.2, 2.1, 2.1, 9.0, 2.0]), np.array([1.0, 1.1, 1.0, 1.0, 1.0, 5.0])
-    found = measure.ratio(slow, fast)
-    assert found.value == 2.1
-    assert found.low <= 2.1 <= found.high
+def test_contenders_apart_take_turns_within_a_step_and_only_their_own_work_counts(monkeypatch):
+    monkeypatch.setattr(measure, "SLICE", 0.05)
+    with measure.Apart(burning, WORK) as one, measure.Apart(burning, 2 * WORK) as two:
+        measure.interleave({"one": one, "two": two}, repeats=0, warmup=1)
+        begin = time.monotonic()
+        seconds = measure.interleave({"one": one, "two": two}, repeats=1, warmup=0)
+        whole = time.monotonic() - begin
+    assert seconds["one"][0] > 0.9 * WORK
+    assert seconds["two"][0] > 0.9 * 2 * WORK
+    assert seconds["one"][0] + seconds["two"][0] <= whole  # never both at a time, no waiting counted
+
+
+WORK = 0.4
+
+
+def burning(cpu_seconds):
+    def step():
+        end = time.process_time() + cpu_seconds
+        while time.process_time() < end:
+            pass
+
+    return step
+
+
+def test_contenders_at_rest_do_not_outlive_a_killed_parent():
+    program = """
+import time
+from oelm.bench import measure
+from tests.bench.test_measure import burning
+
+if __name__ == "__main__":
+    contender = measure.Apart(burning, 0.01)
+    contender.turn()
+    print(contender._process.pid, flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        contender = psutil.Process(int(parent.stdout.readline()))
+        time.sleep(0.2)  # a signal to rest takes effect a moment later
+        parent.kill()
+    contender.wait(timeout=10)
+
+
+def test_the_ratio_is_the_median_of_the_rounds_and_its_bounds_hold_the_spread():
+    """A machine that is three times as slow in the later rounds, for both, is in no ratio."""
+    slow, fast = np.array([2.0, 2.2, 2.1, 6.6, 9.0, 6.0]), np.array([1.0, 1.1, 1.0, 3.0, 3.0, 15.0])
+    found = measure.ratio(slow, fast)  # 2, 2, 2.1, 2.2, 3, 0.4
+    assert found.value == pytest.approx(2.05)
+    assert found.low <= 2 < 2.1 <= found.high
     exact = measure.ratio(np.full(30, 3.0), np.full(30, 1.5))
     assert (exact.value, exact.low, exact.high) == (2.0, 2.0, 2.0)
     assert str(measure.ratio(slow[:5], fast[:5])) == "2.100"  # too few for bounds
@@ -39,8 +86,9 @@ def test_launches_count_alike_however_fast_the_machine_is_in_each_and_the_bounds
 
 def test_an_interrupted_measurement_ends_its_contenders_in_the_middle_of_a_step():
     begin = time.monotonic()
-    contender = measure.Apart(lasting, settle=False)
-    contender._pipe.send("turn")
+    contender = measure.Apart(lasting)
+    contender.begin()
+    assert contender.work() is None  # it rests now, and must be woken to hear of its end
     contender.__exit__(KeyboardInterrupt)
     assert contender._process.exitcode == -signal.SIGTERM
     assert time.monotonic() - begin < 60

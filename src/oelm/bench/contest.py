@@ -55,7 +55,7 @@ class Entry:
     of_peak: float
     """Arithmetic done per second, as a share of the GEMM peak of the same run; causal half of the attention only."""
     speedup: Interval
-    """Against the first entry."""
+    """Over the first entry: the median of what it is in each round."""
     bound: float | None
     """Largest speed-up over the first entry that arithmetic allows; None for peers."""
     memory: int
@@ -189,14 +189,13 @@ def contest(
     arms = [name for name in names if name.removesuffix(COMPILED) in ARMS]
     busy = psutil.cpu_percent(interval=BUSY_LOOK)
     products = measure.gemm()
-    settle = len(arms) < len(names)  # peers give their memory back while they wait; arms keep it
     found: list[dict[str, np.ndarray]] = []
     peaks = dict.fromkeys(names, 0)
     for _ in range(launches):
         with ExitStack() as stack:
             steps = {}
             for name, config in configs.items():
-                process = measure.Apart(contender, name, config, shape in HEADLESS, nanogpt, settle=settle)
+                process = measure.Apart(contender, name, config, shape in HEADLESS, nanogpt)
                 steps[name] = stack.enter_context(process)
             found.append(measure.interleave(dict[str, Any](steps) | products, repeats, tick=tick))
             peaks = {name: max(peaks[name], step.memory()) for name, step in steps.items()}
@@ -258,8 +257,8 @@ def caption(found: Contest) -> str:
         f"{found.name}{' without its head' if found.shape in HEADLESS else ''}, {found.batch} tokens a step, dropout "
         f"{found.dropout:g}, {_count(found.threads, 'thread')}; "
         f"{f'{found.launches} launches of ' * (found.launches > 1)}{_count(found.repeats, 'interleaved repeat')}; GEMM "
-        f"peak {found.gemm_peak / 1e9:.1f} GFLOP/s in the same run; speed-up over {found.entries[0].name}"
-        f"{', mean over the launches' * (found.launches > 1)}"
+        f"peak {found.gemm_peak / 1e9:.1f} GFLOP/s in the same run; speed-up over {found.entries[0].name} in the "
+        f"median round{', mean over the launches' * (found.launches > 1)}"
         + (
             f", in brackets one-sided {measure.CONFIDENCE:.0%} bounds"
             if found.repeats >= measure.LEAST_REPEATS

@@ -1,10 +1,14 @@
-"""Interleaved measurement: every contender takes a step, then all again, so that what disturbs one disturbs all."""
+"""Interleaved measurement: what disturbs one contender disturbs all.
+
+Every contender takes a step, then all again. Those in processes of their own take turns within the step, too: on a
+shared machine what slows a step down stays for seconds, as long as a step takes, and is gone in the next one's.
+"""
 
 import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -18,11 +22,15 @@ import torch
 from torch import Tensor
 
 from oelm.errors import UserError, of_compiler
+from oelm.machine import leave_with_parent
 from oelm.model.products import multiply
 from oelm.train.clock import peak_memory
 
 WARMUP = 2
 """Rounds before the first that counts."""
+SLICE = 0.25
+"""Seconds that a contender works until it is the next one's turn. Each finds its caches cold: of shorter slices that is
+more than a hundredth."""
 RESAMPLES = 2_000
 CONFIDENCE = 0.95
 LEAST_REPEATS = 6
@@ -62,44 +70,66 @@ def interleave(
 ) -> dict[str, np.ndarray]:
     """Seconds of each repeat of each contender; who begins a round changes from round to round.
 
-    `tick` is told what is done next, each time.
+    `tick` is told what is done next, once for each step.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
+    here = {name: step for name, step in steps.items() if not isinstance(step, Apart)}
+    apart = {name: step for name, step in steps.items() if isinstance(step, Apart)}
     for turn in range(warmup + repeats):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            step = steps[name]
+        took = {}
+        for name in _beginning_at(turn, here):
             tick("measuring" if turn >= warmup else f"warming up {name}")
-            took = step.turn() if isinstance(step, Apart) else stopwatch(step)
-            if turn >= warmup:
-                seconds[name].append(took)
+            took[name] = stopwatch(here[name])
+        for _ in apart:
+            tick("measuring" if turn >= warmup else f"warming up {' and '.join(apart)}")
+        took |= _in_slices({name: apart[name] for name in _beginning_at(turn, apart)})
+        if turn >= warmup:
+            for name, value in took.items():
+                seconds[name].append(value)
     return {name: np.array(values) for name, values in seconds.items()}
 
 
-def ratio(slower: np.ndarray, faster: np.ndarray, launches: int = 1) -> Interval:
-    """How many times faster: the ratio of medians, with bounds from resampled rounds.
+def _beginning_at(turn: int, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    first = turn % max(1, len(names))
+    return names[first:] + names[:first]
 
-    A process may be lucky with its memory for as long as it lives, and the machine changes its speed between launches.
-    Of several `launches`, one behind the other in the arrays and equally long, each has its ratio, and their geometric
-    mean is the value; for the bounds launches are drawn first, then rounds within each.
+
+def _in_slices(contenders: Mapping[str, "Apart"]) -> dict[str, float]:
+    """Seconds that a step of each takes, one of them at work at a time."""
+    for contender in contenders.values():
+        contender.begin()
+    seconds: dict[str, float] = {}
+    while len(seconds) < len(contenders):
+        for name, contender in contenders.items():
+            took = contender.work() if name not in seconds else None
+            if took is not None:
+                seconds[name] = took
+    return seconds
+
+
+def ratio(slower: np.ndarray, faster: np.ndarray, launches: int = 1) -> Interval:
+    """How many times faster: the median of the rounds' ratios, with bounds from resampled rounds.
+
+    A process may be lucky with its memory for as long as it lives. Of several `launches`, one behind the other in the
+    arrays and equally long, each has its median, and their geometric mean is the value; for the bounds launches are
+    drawn first, then rounds within each.
     """
-    slower, faster = slower.reshape(launches, -1), faster.reshape(launches, -1)
-    value = float(_mean_ratio(slower, faster))
-    rounds = slower.shape[1]
+    ratios = (slower / faster).reshape(launches, -1)
+    value = float(_typical(ratios))
+    rounds = ratios.shape[1]
     if rounds < LEAST_REPEATS:
         return Interval(value, None, None)
     chance = np.random.default_rng(0)
     which = chance.integers(0, launches, (RESAMPLES, launches, 1))
     drawn = chance.integers(0, rounds, (RESAMPLES, launches, rounds))
-    low, high = np.quantile(_mean_ratio(slower[which, drawn], faster[which, drawn]), (1 - CONFIDENCE, CONFIDENCE))
+    low, high = np.quantile(_typical(ratios[which, drawn]), (1 - CONFIDENCE, CONFIDENCE))
     return Interval(value, float(low), float(high))
 
 
-def _mean_ratio(slower: np.ndarray, faster: np.ndarray) -> np.ndarray:
-    """Of arrays that end in (launches, rounds)."""
-    ratios: np.ndarray = np.median(slower, axis=-1) / np.median(faster, axis=-1)
-    return np.asarray(np.exp(np.log(ratios).mean(axis=-1)))
+def _typical(ratios: np.ndarray) -> np.ndarray:
+    """Of an array that ends in (launches, rounds)."""
+    return np.asarray(np.exp(np.log(np.median(ratios, axis=-1)).mean(axis=-1)))
 
 
 def gemm() -> dict[str, "Gemm"]:
@@ -128,11 +158,12 @@ class Gemm:
 
 
 class Apart:
-    """A contender in a process of its own, with the settings and the memory that it would have alone."""
+    """A contender in a process of its own, with the settings and the memory that it would have alone.
 
-    def __init__(self, make: Callable[..., Callable[[], object]], *arguments: Any, settle: bool = True) -> None:
-        """`settle`: each timed step has an untimed one before it, so that what waiting did to memory does not count."""
-        self.settle = settle
+    Once it has worked, it rests whenever it is not its turn, its threads, too.
+    """
+
+    def __init__(self, make: Callable[..., Callable[[], object]], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, torch.get_num_threads(), make, arguments))
@@ -145,20 +176,46 @@ class Apart:
         except KeyboardInterrupt:
             self._process.terminate()
             raise
+        self._system = psutil.Process(self._process.pid)
+        self._rests_since: float | None = None
+        self._rested = 0.0
+
+    def begin(self) -> None:
+        """Have it take a step, when it is its turn to work."""
+        self._ask("turn")
+        self._rests_since, self._rested = None, 0.0
+
+    def work(self) -> float | None:
+        """Let it work for a slice; if that ends its step, the seconds it worked on it."""
+        if self._rests_since is not None:
+            self._rested += time.perf_counter() - self._rests_since
+        self._wake()
+        ended = self._pipe.poll(SLICE)
+        took = self._answer() - self._rested if ended else None
+        with suppress(psutil.NoSuchProcess):
+            self._system.suspend()
+        self._rests_since = time.perf_counter()
+        return took
 
     def turn(self) -> float:
         """Seconds of a step."""
-        if self.settle:
-            self._ask("turn")
-        return self._ask("turn")
+        return _in_slices({"": self})[""]
 
     def memory(self) -> int:
         """Peak resident bytes so far, less those before the first step."""
-        return int(self._ask("memory"))
+        self._ask("memory")
+        self._wake()
+        return int(self._answer())
 
-    def _ask(self, word: str) -> float:
+    def _wake(self) -> None:
+        with suppress(psutil.NoSuchProcess):
+            self._system.resume()
+
+    def _ask(self, word: str) -> None:
         with suppress(OSError):  # it may have left, and said why
             self._pipe.send(word)
+
+    def _answer(self) -> float:
         try:
             answer = self._pipe.recv()
         except (EOFError, OSError):
@@ -175,6 +232,7 @@ class Apart:
 
     def __exit__(self, kind: object = None, *error: object) -> None:
         self._pipe.close()
+        self._wake()
         self._process.join(None if kind is None else LEAVING_SECONDS)
         if self._process.is_alive():
             self._process.terminate()
@@ -182,6 +240,9 @@ class Apart:
 
 
 def _serve(pipe: Connection, threads: int, make: Callable[..., Callable[[], object]], arguments: Any) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        leave_with_parent(signal.SIGKILL, parent.pid or 0)  # at rest it would not notice
     torch.set_num_threads(threads)
     sys.stdout = sys.stderr  # what a peer prints is no result
     with suppress(EOFError, BrokenPipeError, ConnectionError):  # nobody listens any more
