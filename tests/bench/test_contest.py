@@ -51,7 +51,7 @@ def inside(monkeypatch):
         def begin(self):
             pass
 
-        def work(self):
+        def work(self, seconds=None):
             return module.measure.stopwatch(self.step)
 
         def memory(self):
@@ -77,6 +77,15 @@ def test_a_table_a_picture_and_json_are_written(small, oelm, tmp_path):
     assert text.startswith("# b.c\n")
     assert "oelm bench baseline oelm_sliced published --shape medium-512 --repeats 3" in text.replace("\\", "")
     assert "bounds take 6 repeats" in text
+
+
+@pytest.mark.parametrize(("names", "steps"), [(("baseline", "oelm_v2"), 3 * 2), (("baseline", "published"), 3 * 2 * 2)])
+def test_beside_a_peer_each_timed_step_has_an_untimed_one_before_it(small, inside, oelm, monkeypatch, names, steps):
+    """One round, two to warm up; the products of the peak are not counted."""
+    taken = []
+    monkeypatch.setattr(module.measure, "stopwatch", lambda step: taken.append(step) or 1.0)
+    assert oelm("bench", *names, "--repeats", 1).code == 0
+    assert len([step for step in taken if not isinstance(step, module.measure.Gemm)]) == steps
 
 
 def test_every_launch_makes_all_anew(small, inside, oelm):

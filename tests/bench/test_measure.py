@@ -20,8 +20,7 @@ def test_contenders_take_turns_and_the_beginner_changes():
     assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-def test_contenders_apart_take_turns_within_a_step_and_only_their_own_work_counts(monkeypatch):
-    monkeypatch.setattr(measure, "SLICE", 0.05)
+def test_contenders_apart_take_turns_within_a_step_and_only_their_own_work_counts():
     with measure.Apart(burning, WORK) as one, measure.Apart(burning, 2 * WORK) as two:
         measure.interleave({"one": one, "two": two}, repeats=0, warmup=1)
         begin = time.monotonic()
@@ -32,7 +31,7 @@ def test_contenders_apart_take_turns_within_a_step_and_only_their_own_work_count
     assert seconds["one"][0] + seconds["two"][0] <= whole  # never both at a time, no waiting counted
 
 
-WORK = 0.4
+WORK = 3 * measure.SLICE
 
 
 def burning(cpu_seconds):

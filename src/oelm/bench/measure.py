@@ -67,10 +67,12 @@ def interleave(
     repeats: int,
     warmup: int = WARMUP,
     tick: Callable[[str], None] = lambda what: None,
+    settle: bool = False,
 ) -> dict[str, np.ndarray]:
     """Seconds of each repeat of each contender; who begins a round changes from round to round.
 
-    `tick` is told what is done next, once for each step.
+    `tick` is told what is done next, once for each step. `settle`: some give memory back while they work, and where
+    they rest the machine takes it away; then steps are whole, and each timed one has an untimed one before it.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     here = {name: step for name, step in steps.items() if not isinstance(step, Apart)}
@@ -82,7 +84,8 @@ def interleave(
             took[name] = stopwatch(here[name])
         for _ in apart:
             tick("measuring" if turn >= warmup else f"warming up {' and '.join(apart)}")
-        took |= _in_slices({name: apart[name] for name in _beginning_at(turn, apart)})
+        order = {name: apart[name] for name in _beginning_at(turn, apart)}
+        took |= {name: step.settled_turn() for name, step in order.items()} if settle else _in_slices(order)
         if turn >= warmup:
             for name, value in took.items():
                 seconds[name].append(value)
@@ -185,12 +188,12 @@ class Apart:
         self._ask("turn")
         self._rests_since, self._rested = None, 0.0
 
-    def work(self) -> float | None:
-        """Let it work for a slice; if that ends its step, the seconds it worked on it."""
+    def work(self, seconds: float | None = SLICE) -> float | None:
+        """Let it work for a slice, or to the end; if that ends its step, the seconds it worked on it."""
         if self._rests_since is not None:
             self._rested += time.perf_counter() - self._rests_since
         self._wake()
-        ended = self._pipe.poll(SLICE)
+        ended = self._pipe.poll(seconds)
         took = self._answer() - self._rested if ended else None
         with suppress(psutil.NoSuchProcess):
             self._system.suspend()
@@ -198,8 +201,16 @@ class Apart:
         return took
 
     def turn(self) -> float:
-        """Seconds of a step."""
-        return _in_slices({"": self})[""]
+        """Seconds of a whole step."""
+        self.begin()
+        took = self.work(None)
+        assert took is not None
+        return took
+
+    def settled_turn(self) -> float:
+        """Seconds of a whole step behind an untimed one."""
+        self.turn()
+        return self.turn()
 
     def memory(self) -> int:
         """Peak resident bytes so far, less those before the first step."""
