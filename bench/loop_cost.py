@@ -121,7 +121,7 @@ def main() -> None:
     found = inside(config, data, options.repeats)
     print(json.dumps(found, indent=2), flush=True)
     with Apart(evaluator, config) as evaluation:
-        evaluation.turn()
+        evaluation.settled_turn()
         found["evaluation_gigabytes"] = evaluation.memory() / 1e9
     found |= processes(config, data, options.rounds, options.steps)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -21,17 +21,17 @@ def test_contenders_take_turns_and_the_beginner_changes():
 
 
 def test_contenders_apart_take_turns_within_a_step_and_only_their_own_work_counts():
-    with measure.Apart(burning, WORK) as one, measure.Apart(burning, 2 * WORK) as two:
+    with measure.Apart(burning, WORK) as one, measure.Apart(burning, LONGER) as two:
         measure.interleave({"one": one, "two": two}, repeats=0, warmup=1)
         begin = time.monotonic()
         seconds = measure.interleave({"one": one, "two": two}, repeats=1, warmup=0)
         whole = time.monotonic() - begin
     assert seconds["one"][0] > 0.9 * WORK
-    assert seconds["two"][0] > 0.9 * 2 * WORK
+    assert seconds["two"][0] > 0.9 * LONGER
     assert seconds["one"][0] + seconds["two"][0] <= whole  # never both at a time, no waiting counted
 
 
-WORK = 3 * measure.SLICE
+WORK, LONGER = 2.5 * measure.SLICE, 4.5 * measure.SLICE
 
 
 def burning(cpu_seconds):
@@ -57,9 +57,38 @@ if __name__ == "__main__":
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         contender = psutil.Process(int(parent.stdout.readline()))
-        time.sleep(0.2)  # a signal to rest takes effect a moment later
-        parent.kill()
-    contender.wait(timeout=10)
+        try:
+            wait_until(lambda: contender.status() == psutil.STATUS_STOPPED)
+            parent.kill()
+            parent.wait()
+            wait_until(lambda: gone(contender))
+        finally:
+            parent.kill()
+            if not gone(contender):
+                contender.kill()
+
+
+def gone(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(done, seconds=20):
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("rests", "seconds"),
+    [([], 5), ([(11, 12), (13, 14)], 3), ([(14, 17)], 4), ([(15, 18)], 5), ([(8, 11)], 4), ([(7, 9)], 5)],
+)
+def test_a_rest_counts_only_where_it_lies_within_the_step(rests, seconds):
+    """The last of them: the step had ended when the contender was sent to rest, or had not begun."""
+    assert measure.working_time((10, 15), rests) == seconds
 
 
 def test_the_ratio_is_the_median_of_the_rounds_and_its_bounds_hold_the_spread():

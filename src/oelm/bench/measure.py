@@ -1,7 +1,7 @@
 """Interleaved measurement: what disturbs one contender disturbs all.
 
-Every contender takes a step, then all again. Those in processes of their own take turns within the step, too: on a
-shared machine what slows a step down stays for seconds, as long as a step takes, and is gone in the next one's.
+Every contender takes a step, then all again. Those in processes of their own may take turns within the step, too: on
+a shared machine what slows a step down stays for seconds, as long as a step takes, and is gone in the next one's.
 """
 
 import multiprocessing
@@ -111,6 +111,12 @@ def _in_slices(contenders: Mapping[str, "Apart"]) -> dict[str, float]:
     return seconds
 
 
+def working_time(step: tuple[float, float], rests: Iterable[tuple[float, float]]) -> float:
+    """From its begin to its end, less the rests in between: the last may have come when the work was done already."""
+    begin, end = step
+    return end - begin - sum(max(0.0, min(until, end) - max(since, begin)) for since, until in rests)
+
+
 def ratio(slower: np.ndarray, faster: np.ndarray, launches: int = 1) -> Interval:
     """How many times faster: the median of the rounds' ratios, with bounds from resampled rounds.
 
@@ -163,7 +169,7 @@ class Gemm:
 class Apart:
     """A contender in a process of its own, with the settings and the memory that it would have alone.
 
-    Once it has worked, it rests whenever it is not its turn, its threads, too.
+    Once it has taken a step, it rests until the next, its threads, too.
     """
 
     def __init__(self, make: Callable[..., Callable[[], object]], *arguments: Any) -> None:
@@ -180,21 +186,23 @@ class Apart:
             self._process.terminate()
             raise
         self._system = psutil.Process(self._process.pid)
+        self._ready = False
+        self._rests: list[tuple[float, float]] = []
+        """From when to when, since the step before the present one ended."""
         self._rests_since: float | None = None
-        self._rested = 0.0
 
     def begin(self) -> None:
         """Have it take a step, when it is its turn to work."""
+        self._rests = []
         self._ask("turn")
-        self._rests_since, self._rested = None, 0.0
 
     def work(self, seconds: float | None = SLICE) -> float | None:
         """Let it work for a slice, or to the end; if that ends its step, the seconds it worked on it."""
         if self._rests_since is not None:
-            self._rested += time.perf_counter() - self._rests_since
+            self._rests.append((self._rests_since, time.perf_counter()))
         self._wake()
         ended = self._pipe.poll(seconds)
-        took = self._answer() - self._rested if ended else None
+        took = working_time(self._answer(), self._rests) if ended else None
         with suppress(psutil.NoSuchProcess):
             self._system.suspend()
         self._rests_since = time.perf_counter()
@@ -216,6 +224,7 @@ class Apart:
         """Peak resident bytes so far, less those before the first step."""
         self._ask("memory")
         self._wake()
+        self._rests_since = None
         return int(self._answer())
 
     def _wake(self) -> None:
@@ -223,10 +232,13 @@ class Apart:
             self._system.resume()
 
     def _ask(self, word: str) -> None:
+        if not self._ready:  # who is stopped while it starts does not yet leave with its parent
+            self._answer()
+            self._ready = True
         with suppress(OSError):  # it may have left, and said why
             self._pipe.send(word)
 
-    def _answer(self) -> float:
+    def _answer(self) -> Any:
         try:
             answer = self._pipe.recv()
         except (EOFError, OSError):
@@ -236,7 +248,7 @@ class Apart:
             raise UserError(f"a measured process died: {why}") from None
         if isinstance(answer, Exception):
             raise answer
-        return float(answer)
+        return answer
 
     def __enter__(self) -> "Apart":
         return self
@@ -262,9 +274,15 @@ def _serve(pipe: Connection, threads: int, make: Callable[..., Callable[[], obje
             torch.ones(1).sum()  # what torch loads with its first operations is not the step's
             _forget_peak()
             before = psutil.Process().memory_info().rss
+            pipe.send("ready")
             while True:
                 word = pipe.recv()
-                pipe.send(stopwatch(step) if word == "turn" else peak_memory(torch.device("cpu")) - before)
+                begin = time.perf_counter()
+                if word == "turn":
+                    step()
+                    pipe.send((begin, time.perf_counter()))
+                else:
+                    pipe.send(peak_memory(torch.device("cpu")) - before)
         except Exception as error:
             reason = of_compiler(error)
             pipe.send(UserError(f"{reason}; leave +compile out") if reason else error)

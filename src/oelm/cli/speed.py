@@ -22,9 +22,10 @@ def bench_verb(parser: Parser) -> None:
     oelm bench baseline nanogpt --nanogpt ../nanoGPT --out results/bench-medium
     oelm bench baseline baseline+compile nanogpt+compile --shape pocket --nanogpt ../nanoGPT
 
-    Each contender is a process of its own. All take one step, then all take the next (arms among themselves a
-    quarter of a second each in turn); the first is what the others are compared with. Memory is the peak over what
-    was resident before the first step. With +compile behind its name a contender goes through torch.compile.
+    Each contender is a process of its own. All take one step, then all take the next; the first is what the others
+    are compared with. Where there are only arms, each works a quarter of a second in turn; beside a peer steps are
+    whole, each behind an untimed one. Memory is the peak over what was resident before the first step. With +compile
+    behind its name a contender goes through torch.compile.
 
     medium-512 is the published model, pocket the laptop's, each with its output head. bert-base has the blocks and
     width of BERT-base on 128 tokens and no head: its loss is the mean square of the last layer. --arch times an
