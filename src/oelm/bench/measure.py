@@ -277,8 +277,8 @@ def _serve(pipe: Connection, threads: int, make: Callable[..., Callable[[], obje
             pipe.send("ready")
             while True:
                 word = pipe.recv()
-                begin = time.perf_counter()
                 if word == "turn":
+                    begin = time.perf_counter()
                     step()
                     pipe.send((begin, time.perf_counter()))
                 else:
