@@ -97,6 +97,12 @@ def test_every_launch_makes_all_anew(small, inside, oelm):
     assert "--repeats 3 --launches 2" in found["command"]
 
 
+def test_the_command_says_which_allocator_was_asked_for(small, inside, oelm, monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0")
+    found = json.loads(oelm("bench", "baseline", "--repeats", 1, "--json").out)
+    assert found["command"].startswith("GLIBC_TUNABLES=glibc.malloc.mmap_max=0 oelm bench baseline")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

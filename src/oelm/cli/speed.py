@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,6 +11,9 @@ from pathlib import Path
 
 from oelm.cli.parser import Parser, add_config_flags, config_of
 from oelm.errors import UserError
+
+ALLOCATOR = ("GLIBC_TUNABLES", "LD_PRELOAD")
+"""Variables that give every contender, peers too, another allocator: what was measured is said with them."""
 
 
 def bench_verb(parser: Parser) -> None:
@@ -70,7 +74,8 @@ def _bench(options: argparse.Namespace) -> None:
     configure(shape, settings)
     if options.out:
         _writable(options.out)
-    command = f"oelm bench {' '.join(names)} --shape {shape} --repeats {options.repeats}"
+    command = "".join(f"{key}={os.environ[key]} " for key in ALLOCATOR if os.environ.get(key))
+    command += f"oelm bench {' '.join(names)} --shape {shape} --repeats {options.repeats}"
     command += "".join(f" --{key} {value}" for key, value in (settings | {"threads": options.threads}).items() if value)
     command += f" --launches {options.launches}" if options.launches > 1 else ""
     command += " --nanogpt DIR" if options.nanogpt else ""
