@@ -135,11 +135,11 @@ def test_a_stopped_run_offers_to_be_resumed_and_refuses_other_settings(tiny, dat
 
 def test_kills_at_random_times_end_in_the_same_bits():
     """A slice of `make kill-loop`."""
-    options = ("--kills", "4", "--terms", "2", "--seed", str(time.time_ns() % 1000))
+    options = ("--kills", "2", "--terms", "1", "--seed", str(time.time_ns() % 1000))
     programme = [sys.executable, "-m", "tests.programmes.kill_resume", *options]
     done = subprocess.run(programme, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6/6 runs ended in the same bits" in done.stdout
+    assert "3/3 runs ended in the same bits" in done.stdout
 
 
 def test_a_damaged_checkpoint_falls_back_loudly_and_ends_in_the_same_bits(tiny, tmp_path, oelm):
