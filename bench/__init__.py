@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from oelm.bench.measure import where
 from oelm.errors import UserError
 
 PREPARED = "prepared tokens, e.g. by: oelm prepare tinystories --tokenizer bpe:1024 --out data/tinystories-bpe1024"
@@ -18,6 +19,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def again(name: str, options: argparse.Namespace) -> str:
-    """The command that measures it again, for the end of what is written."""
+    """The command that measures it again and what it was measured on, for the end of what is written."""
     given = "".join(f" --{key} {value}" for key, value in vars(options).items() if key != "out")
-    return f"\npython -m bench.{name}{given} --out PREFIX\n"
+    facts = ", ".join(f"{key} {value}" for key, value in where().items())
+    return f"\n```\npython -m bench.{name}{given} --out PREFIX\n```\n\n{facts}\n"

@@ -7,6 +7,7 @@ import mmap
 import os
 import platform
 import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -177,3 +178,12 @@ def cpu_name() -> str:
         return names[0] if names else platform.processor()
     except OSError:
         return platform.processor()
+
+
+def git_commit(folder: Path) -> str | None:
+    """Of the checkout that the folder is in, if it is in one."""
+    try:
+        words = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=5).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

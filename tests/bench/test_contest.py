@@ -75,7 +75,7 @@ def test_a_table_a_picture_and_json_are_written(small, oelm, tmp_path):
     assert "oelm_sliced" in result.out
     text = (tmp_path / "a" / "b.c.md").read_text()
     assert text.startswith("# b.c\n")
-    assert "oelm bench baseline oelm_sliced published --shape medium-512 --repeats 3" in text.replace("\\", "")
+    assert "\noelm bench baseline oelm_sliced published --shape medium-512 --repeats 3 --out PREFIX\n" in text
     assert "bounds take 6 repeats" in text
 
 
@@ -153,6 +153,15 @@ def test_a_peer_that_fails_is_named_with_its_reason(small, oelm, tmp_path, progr
     result = oelm("bench", "baseline", "nanogpt", "--nanogpt", tmp_path, "--repeats", 1)
     assert (result.code, result.out.strip()) == (2, "")
     assert reason in result.err
+
+
+def test_a_result_names_the_processor_and_the_version_of_a_peer(small, inside, oelm, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    assert oelm("bench", "baseline", "transformers", "--repeats", 1, "--out", tmp_path / "b").code == 0
+    text = (tmp_path / "b.md").read_text()
+    facts = text.rstrip().splitlines()[-1].replace("\\", "")
+    assert facts.startswith("cpu ")
+    assert f"torch {torch.__version__}, oelm 0.1.0, transformers {transformers.__version__}, on 20" in facts
 
 
 def test_theory_is_over_the_same_contender_as_the_speed_up(small, inside, oelm):

@@ -13,15 +13,15 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from oelm import __version__, encoders
+from oelm import encoders
 from oelm.arms import ARMS
 from oelm.bench import measure
 from oelm.bench.measure import Interval
-from oelm.bench.peers import check_peer, peer
+from oelm.bench.peers import check_peer, peer, version
 from oelm.config import RunConfig, resolve
 from oelm.errors import UserError, nearest, of_compiler
 from oelm.files import write_atomic
-from oelm.machine import describe, now, tune
+from oelm.machine import tune
 from oelm.model import cost
 from oelm.model.build import build_model
 from oelm.model.gpt import GPT
@@ -218,12 +218,12 @@ def contest(
             repeats=list(seconds[name]),
         )
         entries.append(entry)
-    machine = {"cpu": describe()["cpu"], "torch": torch.__version__, "oelm": __version__, "on": now()[:10]}
+    others = {name: told for name in configs if (told := version(name.removesuffix(COMPILED), nanogpt))}
     batch = f"{config.batch_size} x {config.seq_len}"
     name = config.arch if config.arch != encoders.GPT else shape
     return Contest(
-        shape, name, batch, config.dropout, torch.get_num_threads(), launches, repeats, busy, peak, entries, machine,
-        command,
+        shape, name, batch, config.dropout, torch.get_num_threads(), launches, repeats, busy, peak, entries,
+        measure.where(**others), command,
     )  # fmt: skip
 
 
@@ -276,19 +276,19 @@ def _count(number: int, noun: str) -> str:
 def write(found: Contest, prefix: Path) -> list[Path]:
     """PREFIX.json, PREFIX.md and PREFIX.svg."""
     from oelm.report import figures, markdown
-    from oelm.report.blocks import Document, Figure, Table, Text
+    from oelm.report.blocks import Code, Document, Figure, Table, Text
 
     shown = [(e.name, e.speedup.value, e.speedup.low, e.speedup.high, e.bound) for e in found.entries]
     svg = figures.speedups(shown, f"speed-up over {found.entries[0].name}", "theory")
     picture = prefix.with_name(prefix.name + ".svg")
-    facts = Text(f"{found.command} ({', '.join(f'{key} {value}' for key, value in found.machine.items())})")
+    facts = ", ".join(f"{key} {value}" for key, value in found.machine.items())
     document = Document(
         prefix.name,
         caption(found),
         "en",
         "",
         "",
-        [Table(*columns(found)), Figure(svg, "speed-up"), facts],
+        [Table(*columns(found)), Figure(svg, "speed-up"), Code(found.command), Text(facts)],
     )
     texts = {
         prefix.with_name(prefix.name + ".json"): json.dumps(asdict(found), indent=2) + "\n",

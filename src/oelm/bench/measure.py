@@ -21,8 +21,9 @@ import psutil
 import torch
 from torch import Tensor
 
+from oelm import __version__
 from oelm.errors import UserError, of_compiler
-from oelm.machine import leave_with_parent
+from oelm.machine import cpu_name, leave_with_parent, now
 from oelm.model.products import multiply
 from oelm.train.clock import peak_memory
 
@@ -54,6 +55,11 @@ class Interval:
     def __str__(self) -> str:
         bounds = f" [{self.low:.3f}, {self.high:.3f}]" if self.low is not None else ""
         return f"{self.value:.3f}{bounds}"
+
+
+def where(**versions: str) -> dict[str, str]:
+    """What figures are true of: the processor, the versions and the day."""
+    return {"cpu": cpu_name(), "torch": torch.__version__, "oelm": __version__, **versions, "on": now()[:10]}
 
 
 def stopwatch(step: Callable[[], object]) -> float:

@@ -7,6 +7,7 @@ published      eager, in the style of the published experiments: the whole atten
 nanogpt        GPT of a nanoGPT checkout, with its own configure_optimizers
 """
 
+import importlib.metadata
 import importlib.util
 import io
 import math
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from oelm.config import RunConfig
 from oelm.errors import UserError
-from oelm.machine import keep_compiled
+from oelm.machine import git_commit, keep_compiled
 
 Step = Callable[[Tensor, Tensor], None]
 """One whole training step on tokens and their targets."""
@@ -35,6 +36,18 @@ def check_peer(name: str, nanogpt: Path | None) -> None:
         raise UserError("nanogpt: say where its checkout is with --nanogpt DIR")
     if name == "nanogpt" and nanogpt and not (nanogpt / "model.py").is_file():
         raise UserError(f"{nanogpt / 'model.py'} is not there: --nanogpt names a checkout of nanoGPT")
+
+
+def version(name: str, nanogpt: Path | None) -> str | None:
+    """Which of its versions a peer is, where that can be told."""
+    match name:
+        case "transformers":
+            return importlib.metadata.version(name)
+        case "nanogpt":
+            assert nanogpt
+            return git_commit(nanogpt) if (nanogpt / ".git").exists() else None
+        case _:
+            return None
 
 
 def peer(name: str, config: RunConfig, nanogpt: Path | None) -> Step:

@@ -79,6 +79,7 @@ def _bench(options: argparse.Namespace) -> None:
     command += "".join(f" --{key} {value}" for key, value in (settings | {"threads": options.threads}).items() if value)
     command += f" --launches {options.launches}" if options.launches > 1 else ""
     command += " --nanogpt DIR" if options.nanogpt else ""
+    command += " --out PREFIX" if options.out else ""
     contenders = len(names) + len(GEMM_SIZES) * len(GEMM_WAYS)
     turns = options.launches * contenders * (options.repeats + WARMUP)
     with _ticking("starting", turns, quiet=options.json) as tick:

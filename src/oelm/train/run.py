@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from oelm.data.tokenizer import TOKENIZER_FILE
 from oelm.data.tokens import TokenData
 from oelm.errors import RunFailed, Stopped, UserError, of_compiler
 from oelm.files import disk_errors, write_json
-from oelm.machine import describe, leave_with_parent, now, place_in_world
+from oelm.machine import describe, git_commit, leave_with_parent, now, place_in_world
 from oelm.train.folder import RunFolder, claim
 
 if TYPE_CHECKING:
@@ -266,20 +265,8 @@ def _write_environment(
         "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES") if device.startswith("cuda") else None,
         "threads": torch.get_num_threads(),
         "processes": config.processes,
-        "git": _git_commit(),
+        "git": git_commit(Path(__file__).parent),
         "prepared": (data.meta or {}).get("command"),
     }
     before = folder.read_environment()
     write_json(folder.environment, {"data": data.identity(), "parts": [*before, part]})
-
-
-def _git_commit() -> str | None:
-    """The commit of the checkout that oelm runs from, if it does."""
-    try:
-        where = Path(__file__).parent
-        found = subprocess.run(
-            ["git", "-C", str(where), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
-        )
-        return found.stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
